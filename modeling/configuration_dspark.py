@@ -1,0 +1,171 @@
+"""Configuration of a DSpark drafter: what the block looks like, which heads follow, how the family differs."""
+
+import difflib
+
+from transformers import PreTrainedConfig
+
+
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# RoPE variants whose frequencies do not depend on the length of the sequence.
+ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
+
+
+class DSparkConfig(PreTrainedConfig):
+    """
+    Configuration of [`DSparkDraftModel`].
+
+    Args:
+        vocab_size (`int`): Vocabulary of the target.
+        hidden_size (`int`): Width of the drafter; also of the target wherever embedding or head are borrowed from it.
+        target_hidden_size (`int`, *optional*): Width of one tapped hidden state. Defaults to `hidden_size`.
+        target_layer_ids (`list[int]`):
+            Tapped layers of the target, increasing: id `i` is the output of layer `i`, -1 the embedding output.
+            The last layer is not allowed (Transformers returns it after the final norm).
+        num_target_layers (`int`): Number of decoder layers of the target.
+        block_size (`int`): Draft tokens a round, at least 1.
+        mask_token_id (`int`): Token that fills the slots after the anchor.
+        markov_rank (`int`): Rank of the sequential head (Eq. 5); 0 for none.
+        markov_head_type (`str`): `"vanilla"` (Eq. 5), `"gated"` or `"rnn"` (Eq. 6).
+        enable_confidence_head (`bool`): Whether there is a confidence head (Eq. 7).
+        confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
+        owns_embedding, owns_lm_head (`bool`): Whether the checkpoint has its own; otherwise they are the target's.
+        query_key_norm, value_norm (`bool`): RMS norm of queries and keys (with scale), of values (without).
+        attention_k_eq_v (`bool`): Values are the key projection (before its norm and rotation).
+        attention_scaling (`float`, *optional*): Factor of the attention scores. Defaults to `head_dim ** -0.5`.
+        attention_bias, attention_output_bias, mlp_bias (`bool`): Biases of q/k/v, of the output, of the MLP.
+        sandwich_norms (`bool`): Norms also after attention and MLP, before their residual additions.
+        layer_scalar (`bool`): A scalar buffer that multiplies each layer's output.
+        embedding_scale (`float`): Factor of the raw embeddings.
+        final_logit_softcapping (`float`, *optional*): `c * tanh(logits / c)` on the base logits.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
+        sliding_window (`int`, *optional*): Window of the sliding layers, the current position included.
+        rope_parameters (`dict`): `rope_type`, `rope_theta` and the variant's own values.
+
+    Source: DSpark (arXiv 2607.05147) Section 3; field names as in DeepSpec.
+    """
+
+    model_type = "dspark"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    target_hidden_size: int | None = None
+    intermediate_size: int = 1408
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rope_parameters: dict | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    block_size: int = 7
+    mask_token_id: int | None = None
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    owns_embedding: bool = False
+    owns_lm_head: bool = False
+    query_key_norm: bool = True
+    value_norm: bool = False
+    attention_k_eq_v: bool = False
+    attention_scaling: float | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    sandwich_norms: bool = False
+    layer_scalar: bool = False
+    embedding_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+    num_anchors: int | None = None
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        for name in kwargs:
+            close = difflib.get_close_matches(name, list(self.__class__.__annotations__), n=1, cutoff=0.8)
+            if close:
+                raise ValueError(f"DSparkConfig has no argument `{name}`; did you mean `{close[0]}`?")
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__post_init__(**kwargs)
+
+    def validate_drafter(self) -> None:
+        """
+        Check what the drafter itself can know of its configuration.
+
+        Raises:
+            `ValueError`: naming the field, its value and what is allowed.
+        """
+        self._validate_taps()
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"`block_size` is {self.block_size!r}; it must be an integer of at least 1.")
+        if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id!r}; it must be a token of the vocabulary, 0 to "
+                f"{self.vocab_size - 1}: the one that filled the block in training."
+            )
+        if self.markov_rank < 0:
+            raise ValueError(f"`markov_rank` is {self.markov_rank}; use 0 for no sequential head, or a positive rank.")
+        if self.markov_rank > 0 and self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(
+                f"`markov_head_type` is {self.markov_head_type!r}; it must be one of {', '.join(MARKOV_HEAD_TYPES)}."
+            )
+        if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
+            raise ValueError(
+                "`confidence_head_with_markov` is true but `markov_rank` is 0: there is no Markov embedding to read. "
+                "Set `confidence_head_with_markov` to false or give the drafter a Markov head."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
+            raise ValueError(
+                f"`layer_types` is {self.layer_types}; it must name one of {', '.join(LAYER_TYPES)} for each of the "
+                f"{self.num_hidden_layers} layers."
+            )
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError(f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window!r}.")
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"`rope_parameters` has rope_type {rope_type!r}; supported are {', '.join(ROPE_TYPES)}.")
+
+    def _validate_taps(self) -> None:
+        taps = self.target_layer_ids
+        if not taps:
+            raise ValueError(
+                f"`target_layer_ids` is {taps!r}; a drafter needs the target layers it was trained on (there is no "
+                "default that fits: a wrong one drafts badly without any error)."
+            )
+        if not self.num_target_layers:
+            raise ValueError(f"`num_target_layers` is {self.num_target_layers!r}; give the target's number of layers.")
+        if any(not isinstance(tap, int) or not -1 <= tap < self.num_target_layers - 1 for tap in taps):
+            raise ValueError(
+                f"`target_layer_ids` is {taps}; each must be an integer from -1 (embedding output) to "
+                f"{self.num_target_layers - 2} (the target has {self.num_target_layers} layers; the last one is "
+                "only available after the final norm)."
+            )
+        if any(first >= second for first, second in zip(taps, taps[1:], strict=False)):
+            raise ValueError(f"`target_layer_ids` is {taps}; the ids must be increasing.")
+
+
+__all__ = ["DSparkConfig"]

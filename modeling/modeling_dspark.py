@@ -1,0 +1,628 @@
+"""
+The DSpark drafter: a parallel backbone over an anchor and mask tokens, fed by the target's hidden states, then a
+sequential head that ties the block's tokens together and a confidence head that says how far the block will survive.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import cached_file
+
+from .attention import grouped_attention
+from .checkpoint_formats import read_config
+from .configuration_dspark import DSparkConfig
+from .slot_buffer import SlotBuffer
+
+
+# Arguments of `from_pretrained` that say where the files are.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+class DraftContext:
+    """
+    What a drafter remembers of the rows it drafts for: the context's keys and values of each layer, computed once for
+    each accepted token.
+
+    Args:
+        config ([`DSparkConfig`]): Of the drafter.
+        starts (`Sequence[int]`): For each row the position of its first remembered token: 0, or the length of a
+            prefix whose hidden states are not known (a cache handed in by the user).
+        capacity (`int`): Slots a row to begin with.
+    """
+
+    def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128):
+        self.starts = list(starts)
+        self.lengths = [0] * len(self.starts)
+        self.layers = [SlotBuffer(len(self.starts), capacity) for _ in range(config.num_hidden_layers)]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep the rows whose indices are given, in that order."""
+        self.starts = [self.starts[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            index = torch.tensor(rows, device=None if layer.keys is None else layer.keys.device)
+            layer.keep_rows(index)
+
+
+@dataclass
+class _Pass:
+    """Where the tokens of one backbone pass go: the new context of all rows, then the blocks of all rows."""
+
+    positions: torch.Tensor  # (tokens,)
+    row_index: torch.Tensor | None  # (tokens,); None for a single row
+    slots: torch.Tensor | slice  # (tokens,)
+    used: int
+    masks: dict[str, torch.Tensor | None]  # layer type -> (rows, 1, 1 or block_size, used)
+
+
+@dataclass
+class DraftOutput:
+    """
+    One drafted block a row.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(rows, block_size)`): Draft tokens.
+        confidence_logits (`torch.Tensor` of shape `(rows, block_size)`, *optional*): The confidence head's output.
+    """
+
+    tokens: torch.LongTensor
+    confidence_logits: torch.Tensor | None
+
+
+class DSparkRMSNorm(nn.Module):
+    """Root mean square norm, in float32 inside."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class DSparkRotaryEmbedding:
+    """
+    Cosines and sines of positions. Not a module: its frequencies stay float32 whatever dtype the model is cast to.
+
+    Args:
+        config ([`DSparkConfig`]): Of the drafter.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        self.config = config
+        self._frequencies: dict[torch.device, tuple[torch.Tensor, float]] = {}
+
+    def frequencies(self, device: torch.device) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies, `torch.Tensor` of shape `(head_dim / 2,)` in float32, and the factor of cos and sin."""
+        if device not in self._frequencies:
+            rope_type = self.config.rope_parameters.get("rope_type", "default")
+            with torch.device("cpu"):
+                if rope_type == "default":
+                    exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
+                    inverse, factor = self.config.rope_parameters["rope_theta"] ** -exponents, 1.0
+                else:
+                    inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](self.config, torch.device("cpu"))
+            self._frequencies[device] = (inverse.to(device=device, dtype=torch.float32), factor)
+        return self._frequencies[device]
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin of shape `(tokens, 1, head_dim)` for positions of shape `(tokens,)`."""
+        inverse, factor = self.frequencies(positions.device)
+        angles = positions[:, None].float() * inverse
+        angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of `(tokens, heads, head_dim)` by the tokens' cos and sin."""
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class DSparkAttention(nn.Module):
+    """Attention of the block's slots over the context and the block itself (Eq. 3)."""
+
+    def __init__(self, config: DSparkConfig, layer_type: str):
+        super().__init__()
+        self.layer_type = layer_type
+        self.head_dim = config.head_dim
+        self.scaling = config.attention_scaling if config.attention_scaling is not None else config.head_dim**-0.5
+        self.keys_are_values = config.attention_k_eq_v
+        self.value_norm_eps = config.rms_norm_eps if config.value_norm else None
+        width = config.hidden_size
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        if not self.keys_are_values:
+            self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, width, bias=config.attention_output_bias)
+        if config.query_key_norm:
+            self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        buffer: SlotBuffer,
+        step: _Pass,
+    ) -> torch.Tensor:
+        rows, block_size, _ = block.shape
+        slots = block.flatten(0, 1)  # (rows * block_size, hidden)
+        tokens = torch.cat([context, slots]) if len(context) else slots
+        key = self.k_proj(tokens).view(len(tokens), -1, self.head_dim)
+        value = key if self.keys_are_values else self.v_proj(tokens).view(len(tokens), -1, self.head_dim)
+        if self.value_norm_eps is not None:
+            value = nn.functional.rms_norm(value, (self.head_dim,), None, self.value_norm_eps)
+        cos, sin = rotary
+        key = rotate(self.k_norm(key), cos, sin)
+        buffer.write(key.transpose(0, 1), value.transpose(0, 1), step.row_index, step.slots, step.used)
+
+        query = self.q_norm(self.q_proj(slots).view(len(slots), -1, self.head_dim))
+        query = rotate(query, cos[-len(slots) :], sin[-len(slots) :])
+        query = query.view(rows, block_size, -1, self.head_dim).transpose(1, 2)
+        output = grouped_attention(query, *buffer.read(step.used), step.masks[self.layer_type], self.scaling)
+        return self.o_proj(output.transpose(1, 2).reshape(rows, block_size, -1))
+
+
+class DSparkMLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class DSparkLayer(nn.Module):
+    """One layer of the backbone."""
+
+    def __init__(self, config: DSparkConfig, layer_type: str):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_type)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.sandwich = config.sandwich_norms
+        if self.sandwich:
+            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalar else None
+
+    def forward(self, block: torch.Tensor, **inputs) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(block), **inputs)
+        if self.sandwich:
+            block = block + self.post_attention_layernorm(attended)
+            block = block + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(block)))
+        else:
+            block = block + attended
+            block = block + self.mlp(self.post_attention_layernorm(block))
+        return block if self.layer_scalar is None else block * self.layer_scalar
+
+
+class DSparkMarkovHead(nn.Module):
+    """
+    The sequential correction added to the base logits: low-rank bigram bias (Eq. 5), its gated form, or the recurrent
+    form (Eq. 6).
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        rank, width = config.markov_rank, config.hidden_size
+        self.head_type = config.markov_head_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        if self.head_type == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif self.head_type == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def initial_state(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The recurrent state s_0 = 0 of shape `(rows, rank)`, or `None` for the heads without one."""
+        return hidden_states.new_zeros(len(hidden_states), self.markov_w1.embedding_dim) if self.head_type == "rnn" else None
+
+    def features(
+        self, previous: torch.LongTensor, hidden_states: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        What `markov_w2` turns into the bias of one slot.
+
+        Args:
+            previous (`torch.LongTensor` of shape `(rows,)`): The token before the slot's.
+            hidden_states (`torch.Tensor` of shape `(rows, hidden_size)`): The backbone's output at the slot.
+            state (`torch.Tensor` of shape `(rows, rank)`, *optional*): The recurrent state.
+
+        Returns:
+            Features of shape `(rows, rank)` and the next state.
+        """
+        embedding = self.markov_w1(previous)
+        if self.head_type == "vanilla":
+            return embedding, None
+        if self.head_type == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden_states, embedding], dim=-1))) * embedding, None
+        joint = self.joint_proj(torch.cat([state, embedding, hidden_states], dim=-1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+
+class DSparkConfidenceHead(nn.Module):
+    """Logit of the probability that a slot's token is accepted, given that all before it were (Eq. 7)."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
+
+    def forward(self, hidden_states: torch.Tensor, markov_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Logits of shape `(rows, block_size)` from `(rows, block_size, ...)`."""
+        if self.with_markov:
+            hidden_states = torch.cat([hidden_states, markov_embeds], dim=-1)
+        return self.proj(hidden_states).squeeze(-1)
+
+
+class DSparkDraftModel(PreTrainedModel):
+    """
+    A DSpark drafter. Hand it to a target's `generate` as `assistant_model`.
+
+    The target is never part of the module tree: embedding and head, where the checkpoint has none of its own, are
+    passed in by whoever drafts.
+
+    Source: DSpark (arXiv 2607.05147) Section 3.1; parameter names as in DeepSpec.
+    """
+
+    config_class = DSparkConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["DSparkLayer"]
+    _supports_sdpa = True
+    # What `dspark_hf` looks for on an assistant, wrapped, compiled or loaded as remote code as it may be.
+    is_dspark_drafter = True
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        config.validate_drafter()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.owns_embedding else None
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if config.owns_lm_head else None
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkLayer(config, layer_type) for layer_type in config.layer_types])
+        self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = DSparkMarkovHead(config) if config.markov_rank > 0 else None
+        self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
+        self.rotary = DSparkRotaryEmbedding(config)
+        self.generation_config = GenerationConfig()
+        self.speculative_stats_by_thread = {}
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The drafter's own embedding, or `None` where it borrows the target's."""
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the drafter's own embedding."""
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The drafter's own head, or `None` where it borrows the target's."""
+        return self.lm_head
+
+    # Drafting
+
+    def embed(self, token_ids: torch.LongTensor, target_embedding: nn.Module | None = None) -> torch.Tensor:
+        """
+        Embed tokens with the drafter's own embedding or the target's.
+
+        Args:
+            token_ids (`torch.LongTensor` of any shape): Tokens.
+            target_embedding (`nn.Module`, *optional*): The target's input embedding, called as a module (a quantised
+                or sharded one has no usable weight). Needed if the checkpoint has no embedding.
+
+        Returns:
+            `torch.Tensor`: `noise_embeds`, in the drafter's dtype and on its device.
+
+        Raises:
+            `ValueError`: if neither has an embedding.
+        """
+        like = self.fc.weight
+        if self.embed_tokens is not None:
+            embeds = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device)).to(like.device, like.dtype)
+        elif target_embedding is None:
+            raise ValueError("This drafter has no embedding of its own; pass `target_embedding`, the target's.")
+        else:
+            embeds = _call_borrowed(target_embedding, token_ids).to(like.device)
+            # Wrappers such as Gemma's multiply by a scale; the drafter's own scale replaces it.
+            wrapper_scale = getattr(target_embedding, "embed_scale", None)
+            if wrapper_scale is not None:
+                embeds = embeds / torch.as_tensor(wrapper_scale, device=embeds.device).to(embeds.dtype)
+            embeds = embeds.to(like.dtype)
+        if self.config.embedding_scale != 1.0:
+            embeds = embeds * torch.tensor(self.config.embedding_scale, dtype=embeds.dtype, device=embeds.device)
+        return embeds
+
+    def base_logits(self, hidden_states: torch.Tensor, target_lm_head: nn.Module | None = None) -> torch.Tensor:
+        """
+        Logits U_k of the parallel backbone, before the sequential correction.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., hidden_size)`): The backbone's output.
+            target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
+
+        Returns:
+            `torch.Tensor` of shape `(..., vocab_size)`.
+
+        Raises:
+            `ValueError`: if neither has a head.
+        """
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden_states)
+        elif target_lm_head is None:
+            raise ValueError("This drafter has no head of its own; pass `target_lm_head`, the target's.")
+        else:
+            logits = _call_borrowed(target_lm_head, hidden_states).to(hidden_states.device)
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        context_lengths: Sequence[int],
+        context: DraftContext,
+    ) -> torch.Tensor:
+        """
+        One pass of the parallel backbone: append the new context's keys and values, then run the blocks over it.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(rows, block_size, hidden_size)`):
+                Embeddings of each row's anchor followed by mask tokens.
+            context_hidden_states (`torch.Tensor` of shape `(sum(context_lengths), taps * target_hidden_size)`):
+                The target's tapped hidden states at positions accepted since the last pass, row after row.
+            context_lengths (`Sequence[int]`): How many of them belong to each row.
+            context ([`DraftContext`]): The rows' remembered context. Afterwards it holds every position strictly
+                before the rows' anchors.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, block_size, hidden_size)`: normed output h_k of each slot.
+
+        Source: DSpark Eq. 2 and 3.
+        """
+        block_size = noise_embeds.shape[1]
+        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds.dtype)))
+        step = self._plan(context, context_lengths, block_size, noise_embeds.device)
+        rotary = self.rotary(step.positions, noise_embeds.dtype)
+        block = noise_embeds
+        for layer, buffer in zip(self.layers, context.layers, strict=True):
+            block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
+        context.lengths = [held + new for held, new in zip(context.lengths, context_lengths, strict=True)]
+        return self.norm(block)
+
+    def draft(
+        self,
+        hidden_states: torch.Tensor,
+        anchors: torch.LongTensor,
+        target_lm_head: nn.Module | None = None,
+        select: Callable[[int, torch.Tensor], torch.LongTensor] | None = None,
+    ) -> DraftOutput:
+        """
+        Draw a block left to right: each token's logits are the base logits plus the sequential head's correction for
+        the tokens drawn before it (Eq. 4).
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): Output of the backbone.
+            anchors (`torch.LongTensor` of shape `(rows,)`): The token each block starts from.
+            target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
+            select (`Callable`, *optional*): Called with the slot and its logits of shape `(rows, vocab_size)`, returns
+                the drawn tokens of shape `(rows,)`. Defaults to the argmax.
+
+        Returns:
+            [`DraftOutput`].
+        """
+        select = select or (lambda slot, logits: logits.argmax(dim=-1))
+        base = self.base_logits(hidden_states, target_lm_head)
+        head = self.markov_head
+        state = head.initial_state(hidden_states) if head is not None else None
+        previous, tokens = anchors, []
+        for slot in range(hidden_states.shape[1]):
+            logits = base[:, slot]
+            if head is not None:
+                features, state = head.features(previous, hidden_states[:, slot], state)
+                logits = torch.addmm(logits, features, head.markov_w2.weight.t())
+            previous = select(slot, logits)
+            tokens.append(previous)
+        tokens = torch.stack(tokens, dim=1)
+        return DraftOutput(tokens, self._confidence_logits(hidden_states, anchors, tokens))
+
+    def _confidence_logits(
+        self, hidden_states: torch.Tensor, anchors: torch.LongTensor, tokens: torch.LongTensor
+    ) -> torch.Tensor | None:
+        if self.confidence_head is None:
+            return None
+        embeds = None
+        if self.confidence_head.with_markov:
+            # Slot k reads the token before it, so everything in its confidence is known before token k is drawn.
+            embeds = self.markov_head.markov_w1(torch.cat([anchors[:, None], tokens[:, :-1]], dim=1))
+        return self.confidence_head(hidden_states, embeds)
+
+    def _plan(
+        self, context: DraftContext, context_lengths: Sequence[int], block_size: int, device: torch.device
+    ) -> _Pass:
+        held, starts = context.lengths, context.starts
+        totals = [before + new for before, new in zip(held, context_lengths, strict=True)]
+        used = max(totals) + block_size
+        if len(totals) == 1:
+            slots = torch.arange(held[0], used, device=device)
+            row_index, positions, written = None, slots + starts[0], slice(held[0], used)
+        else:
+            token_rows, token_slots = [], []
+            for row, (before, total) in enumerate(zip(held, totals, strict=True)):
+                token_slots.extend(range(before, total))
+                token_rows.extend([row] * (total - before))
+            for row, total in enumerate(totals):
+                token_slots.extend(range(total, total + block_size))
+                token_rows.extend([row] * block_size)
+            row_index, written, row_starts = (
+                torch.tensor(values, device=device) for values in (token_rows, token_slots, starts)
+            )
+            positions = written + row_starts[row_index]
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer_type in set(self.config.layer_types):
+            masks[layer_type] = self._mask(layer_type, totals, used, block_size, device)
+        return _Pass(positions, row_index, written, used, masks)
+
+    def _mask(
+        self, layer_type: str, totals: Sequence[int], used: int, block_size: int, device: torch.device
+    ) -> torch.Tensor | None:
+        sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
+        if not sliding and min(totals) == max(totals):
+            return None
+        slots = torch.arange(used, device=device)
+        ends = torch.tensor(totals, device=device)[:, None, None, None] + block_size
+        mask = slots < ends
+        if sliding:
+            queries = ends - block_size + torch.arange(block_size, device=device)[:, None]
+            mask = mask & (slots > queries - self.config.sliding_window)
+        return mask
+
+    # Statistics of the last call
+
+    @property
+    def speculative_stats(self):
+        """Statistics of this thread's last `generate` with this drafter, or `None`."""
+        import threading
+
+        return self.speculative_stats_by_thread.get(threading.get_ident())
+
+    def generate(self, *args, **kwargs):
+        """Not possible: a drafter has no text of its own."""
+        raise ValueError(
+            "A DSpark drafter cannot generate alone: it needs the hidden states of its target. Load the target and "
+            "call `target.generate(**inputs, assistant_model=drafter)` after `import dspark_hf`."
+        )
+
+    # Loading and saving
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args, config=None, **kwargs):
+        """
+        Load a drafter saved by this library or by DeepSpec, from a folder or the Hub, strictly: each tensor is used,
+        each parameter filled.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
+            config ([`DSparkConfig`], *optional*): Used in place of the folder's.
+            kwargs: As for `PreTrainedModel.from_pretrained`; fields of [`DSparkConfig`] override the folder's.
+
+        Raises:
+            `ValueError`: if the format is not readable, the config is wrong, a tensor is missing, left over or of
+                another shape, or holds values that are not finite.
+            `OSError`: if there is no config or no safetensors file.
+        """
+        where = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in DSparkConfig.__annotations__}
+        want_info = kwargs.pop("output_loading_info", False)
+        if kwargs.pop("use_safetensors", None) is False:
+            raise ValueError("`use_safetensors` is False; only safetensors weights are read.")
+        tensors = _tensor_shapes(pretrained_model_name_or_path, where)
+        if config is None:
+            raw, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **where)
+            config = cls.config_class(**read_config(raw, tensors))
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        config.validate_drafter()
+        _check_tensors(cls, config, tensors, str(pretrained_model_name_or_path))
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path,
+            *args,
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            **kwargs,
+        )
+        problems = [f"{kind}: {sorted(map(str, info[kind]))}" for kind in info if info[kind]]
+        if problems:
+            raise ValueError(f"{pretrained_model_name_or_path} was not loaded completely: {'; '.join(problems)}.")
+        broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
+        if broken:
+            raise ValueError(f"{pretrained_model_name_or_path} holds values that are not finite in {', '.join(broken)}.")
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **where)
+        except OSError:
+            pass  # the file is optional
+        return (model, info) if want_info else model
+
+    def save_pretrained(self, save_directory: str | Path, *args, **kwargs) -> None:
+        """Save config, weights, generation defaults and the code that loads them without this library."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+
+def _call_borrowed(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Call a module of the target on inputs of the drafter's, wherever and in whatever dtype the module's weights are."""
+    parameter = next(module.parameters(), None)
+    if parameter is not None:
+        floating = inputs.is_floating_point() and parameter.is_floating_point()
+        inputs = inputs.to(parameter.device, parameter.dtype if floating else inputs.dtype)
+        return module(inputs)
+    return module(inputs)
+
+
+def _tensor_shapes(path: str | Path, where: dict) -> dict[str, list[int]]:
+    """Shapes of all tensors in a checkpoint, by name, from the headers of its safetensors files."""
+    def find(name):
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **where)
+
+    index = find("model.safetensors.index.json")
+    if index is not None:
+        parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        strange = [part for part in parts if Path(part).name != part]
+        if strange:
+            raise ValueError(f"The weight index of {path} points outside its folder: {strange}.")
+        files = [cached_file(path, part, **where) for part in parts]
+    else:
+        single = find("model.safetensors")
+        if single is None:
+            raise OSError(f"{path} has no model.safetensors (other weight formats are not read).")
+        files = [single]
+    shapes = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                shapes[name] = tensors.get_slice(name).get_shape()
+    return shapes
+
+
+def _check_tensors(cls: type, config: DSparkConfig, tensors: dict[str, list[int]], path: str) -> None:
+    """Compare a checkpoint with the model its config describes, before anything is allocated."""
+    with torch.device("meta"):
+        expected = {name: list(value.shape) for name, value in cls(config).state_dict().items()}
+    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"left over {name}" for name in sorted(tensors.keys() - expected.keys())]
+    for name in sorted(expected.keys() & tensors.keys()):
+        if expected[name] != list(tensors[name]):
+            problems.append(f"{name} is {list(tensors[name])}, the config says {expected[name]}")
+    if problems:
+        raise ValueError(f"The weights of {path} do not fit its config: {'; '.join(problems)}.")
+
+
+__all__ = ["DSparkDraftModel"]

@@ -1,0 +1,67 @@
+"""Preallocated keys and values in per-row slots: rejecting a token is not advancing a length, growth is by doubling."""
+
+import torch
+
+
+class SlotBuffer:
+    """
+    Keys and values of one layer. Slot `s` of a row holds the row's `s`-th position; what lies past a row's length is
+    stale until overwritten, and masked by whoever reads it.
+
+    Args:
+        rows (`int`): Number of rows.
+        capacity (`int`): Slots a row to begin with.
+    """
+
+    def __init__(self, rows: int, capacity: int):
+        self.rows = rows
+        self.capacity = capacity
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        row_index: torch.Tensor | None,
+        slots: torch.Tensor | slice,
+        used: int,
+    ) -> None:
+        """
+        Put tokens into their slots.
+
+        Args:
+            key, value (`torch.Tensor` of shape `(key_heads, tokens, head_dim)`): The tokens' keys and values.
+            row_index (`torch.Tensor` of shape `(tokens,)`, *optional*): Row of each token; `None` for row 0.
+            slots (`torch.Tensor` of shape `(tokens,)` or `slice`): Slot of each token, a slice with `row_index=None`.
+            used (`int`): Slots that must exist after the write.
+        """
+        self.keys = self._room(self.keys, key, used)
+        self.values = self._room(self.values, value, used)
+        if row_index is None:
+            self.keys[0, :, slots] = key
+            self.values[0, :, slots] = value
+        else:
+            self.keys[row_index, :, slots] = key.transpose(0, 1)
+            self.values[row_index, :, slots] = value.transpose(0, 1)
+
+    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `used` slots of every row: two views of shape `(rows, key_heads, used, head_dim)`."""
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Keep the rows whose indices are given, in that order."""
+        self.rows = len(rows)
+        if self.keys is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def _room(self, buffer: torch.Tensor | None, like: torch.Tensor, used: int) -> torch.Tensor:
+        if buffer is not None and buffer.shape[2] >= used:
+            return buffer
+        while self.capacity < used:
+            self.capacity *= 2
+        # Zeros rather than empty memory: a stale NaN would survive the mask as 0 * NaN.
+        grown = like.new_zeros(self.rows, like.shape[0], self.capacity, like.shape[-1])
+        if buffer is not None:
+            grown[:, :, : buffer.shape[2]] = buffer
+        return grown
