@@ -2,12 +2,26 @@
 
 from transformers import AutoConfig, AutoModel
 
+from .decoding import DSparkGenerateOutput
+from .hook import custom_generate, install, uninstall
 from .modeling import DSparkConfig, DSparkDraftModel
+from .statistics import SpeculativeStats
+from .streaming import DSparkStreamer
 
 
 AutoConfig.register("dspark", DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
 DSparkConfig.register_for_auto_class()
 DSparkDraftModel.register_for_auto_class("AutoModel")
+install()
 
-__all__ = ["DSparkConfig", "DSparkDraftModel"]
+__all__ = [
+    "DSparkConfig",
+    "DSparkDraftModel",
+    "DSparkGenerateOutput",
+    "DSparkStreamer",
+    "SpeculativeStats",
+    "custom_generate",
+    "install",
+    "uninstall",
+]

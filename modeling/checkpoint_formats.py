@@ -1,7 +1,7 @@
-"""Drafter checkpoints as others write them, told apart by raw JSON and tensor names: one small pure function a format."""
+"""Drafter checkpoints as others write them, told apart by raw JSON and tensor names: one pure function a format."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 
 
 # Formats that exist but are not DSpark drafters of a kind this model runs, by what gives them away.
@@ -12,31 +12,38 @@ _KNOWN_ARCHITECTURES = {
 }
 
 
-def read_config(raw: dict, tensor_names: Iterable[str]) -> dict:
+Reader = Callable[[dict, set[str]], dict]
+
+
+def find_reader(raw: dict) -> Reader:
     """
-    Turn the raw `config.json` of a drafter into the fields of [`DSparkConfig`].
+    Find out what wrote a drafter's `config.json`, before its weights are touched.
 
     Args:
         raw (`dict`): The JSON as it stands in the folder.
-        tensor_names (`Iterable[str]`): Names of all tensors in the weight files.
 
     Returns:
-        `dict`: Keyword arguments of [`DSparkConfig`].
+        `Callable`: Takes the JSON and the names of all tensors, returns keyword arguments of [`DSparkConfig`].
 
     Raises:
         `ValueError`: if the format is not one that can be read, saying what was found.
     """
     if raw.get("model_type") == "dspark":
-        return dict(raw)
+        return from_own
     architectures = raw.get("architectures") or []
     if any(name.endswith("DSparkModel") for name in architectures):
-        return from_deepspec(raw, set(tensor_names))
+        return from_deepspec
     found = ", ".join(f"{name} ({_KNOWN_ARCHITECTURES.get(name, 'not known')})" for name in architectures)
     raise ValueError(
-        f"This folder is not a drafter that can be read: model_type is {raw.get('model_type')!r}, architectures: "
+        f"This is not a drafter that can be read: its config has model_type {raw.get('model_type')!r}, architectures: "
         f"{found or 'none'}. Readable are checkpoints saved by dspark_hf (model_type 'dspark') and by DeepSpec "
         "(architectures '...DSparkModel')."
     )
+
+
+def from_own(raw: dict, tensor_names: set[str]) -> dict:
+    """Fields of a checkpoint that `save_pretrained` wrote."""
+    return dict(raw)
 
 
 def from_deepspec(raw: dict, tensor_names: set[str]) -> dict:
@@ -48,6 +55,9 @@ def from_deepspec(raw: dict, tensor_names: set[str]) -> dict:
     """
     architecture = raw["architectures"][0]
     required = ("target_layer_ids", "num_target_layers", "block_size", "mask_token_id", "vocab_size", "markov_rank")
+    if architecture.startswith("Gemma4"):
+        # Transformers 5.11 and later drop the last two when they write such a config again.
+        required += ("hidden_activation", "rope_parameters", "global_head_dim", "num_global_key_value_heads")
     absent = [name for name in required if name not in raw]
     if absent:
         raise ValueError(f"The config of this {architecture} lacks {', '.join(absent)}; it cannot be guessed.")

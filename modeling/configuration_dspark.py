@@ -3,6 +3,7 @@
 import difflib
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
@@ -90,7 +91,7 @@ class DSparkConfig(PreTrainedConfig):
     bos_token_id: int | list[int] | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs) -> None:
         for name in kwargs:
             close = difflib.get_close_matches(name, list(self.__class__.__annotations__), n=1, cutoff=0.8)
             if close:
@@ -114,16 +115,57 @@ class DSparkConfig(PreTrainedConfig):
         Raises:
             `ValueError`: naming the field, its value and what is allowed.
         """
+        self._validate_sizes()
         self._validate_taps()
-        if not isinstance(self.block_size, int) or self.block_size < 1:
-            raise ValueError(f"`block_size` is {self.block_size!r}; it must be an integer of at least 1.")
-        if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
+        self._validate_heads()
+        self._validate_layers()
+        self._validate_rope()
+
+    def validate_target(self, target_config: PreTrainedConfig) -> None:
+        """
+        Check that a target is of the kind the drafter was trained for, as far as configurations tell.
+
+        Args:
+            target_config (`PreTrainedConfig`): Of the target, or the text part of it.
+
+        Raises:
+            `ValueError`: naming the field, both values and the fix.
+        """
+        text_config = target_config.get_text_config(decoder=True)
+        for own, theirs in (
+            ("vocab_size", "vocab_size"),
+            ("num_target_layers", "num_hidden_layers"),
+            ("target_hidden_size", "hidden_size"),
+        ):
+            expected, found = getattr(self, own), getattr(text_config, theirs)
+            if expected != found:
+                raise ValueError(
+                    f"The drafter was made for a target with `{theirs}` {expected} (its `{own}`), but that of this "
+                    f"{text_config.model_type} target is {found}; use the drafter with the target it was trained on."
+                )
+
+    def _validate_sizes(self) -> None:
+        at_least = dict.fromkeys(
+            "vocab_size hidden_size target_hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads head_dim block_size num_target_layers".split(),
+            1,
+        ) | {"markov_rank": 0}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if not _is_integer(value) or value < least:
+                raise ValueError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+        if not _is_integer(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id!r}; it must be a token of the vocabulary, 0 to "
                 f"{self.vocab_size - 1}: the one that filled the block in training."
             )
-        if self.markov_rank < 0:
-            raise ValueError(f"`markov_rank` is {self.markov_rank}; use 0 for no sequential head, or a positive rank.")
+        if not (self.owns_embedding and self.owns_lm_head) and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"`hidden_size` is {self.hidden_size} but `target_hidden_size` is {self.target_hidden_size}; they "
+                "must be equal where embedding or head are the target's (`owns_embedding` or `owns_lm_head` false)."
+            )
+
+    def _validate_heads(self) -> None:
         if self.markov_rank > 0 and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
                 f"`markov_head_type` is {self.markov_head_type!r}; it must be one of {', '.join(MARKOV_HEAD_TYPES)}."
@@ -133,32 +175,57 @@ class DSparkConfig(PreTrainedConfig):
                 "`confidence_head_with_markov` is true but `markov_rank` is 0: there is no Markov embedding to read. "
                 "Set `confidence_head_with_markov` to false or give the drafter a Markov head."
             )
+        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
+            raise ValueError(
+                f"`final_logit_softcapping` is {self.final_logit_softcapping}; it must be above 0, or null for none."
+            )
+
+    def _validate_layers(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})."
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {self.hidden_act!r}; it must be one of {', '.join(ACT2FN)}.")
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
             raise ValueError(
                 f"`layer_types` is {self.layer_types}; it must name one of {', '.join(LAYER_TYPES)} for each of the "
                 f"{self.num_hidden_layers} layers."
             )
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError(f"`layer_types` has sliding layers but `sliding_window` is {self.sliding_window!r}.")
+        window = self.sliding_window
+        if "sliding_attention" in self.layer_types and (not _is_integer(window) or window < 1):
+            raise ValueError(
+                f"`sliding_window` is {window!r} but `layer_types` has sliding layers; it must be an "
+                "integer of at least 1."
+            )
+
+    def _validate_rope(self) -> None:
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"`rope_parameters` has rope_type {rope_type!r}; supported are {', '.join(ROPE_TYPES)}.")
+        if self.rope_parameters.get("rope_theta") is None:
+            raise ValueError(
+                f"`rope_parameters` is {self.rope_parameters}; it must hold `rope_theta`, the base the drafter was "
+                "trained with."
+            )
+        partial = self.rope_parameters.get("partial_rotary_factor") or 1.0
+        if partial != 1.0 and rope_type != "proportional":
+            raise ValueError(
+                f"`rope_parameters` has partial_rotary_factor {partial} with rope_type {rope_type!r}; only "
+                "'proportional' rotates a part of each head, otherwise it must be 1."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}; it must be even to be rotated.")
 
     def _validate_taps(self) -> None:
         taps = self.target_layer_ids
-        if not taps:
+        if not taps or not isinstance(taps, (list, tuple)):
             raise ValueError(
                 f"`target_layer_ids` is {taps!r}; a drafter needs the target layers it was trained on (there is no "
                 "default that fits: a wrong one drafts badly without any error)."
             )
-        if not self.num_target_layers:
-            raise ValueError(f"`num_target_layers` is {self.num_target_layers!r}; give the target's number of layers.")
-        if any(not isinstance(tap, int) or not -1 <= tap < self.num_target_layers - 1 for tap in taps):
+        if any(not _is_integer(tap) or not -1 <= tap < self.num_target_layers - 1 for tap in taps):
             raise ValueError(
                 f"`target_layer_ids` is {taps}; each must be an integer from -1 (embedding output) to "
                 f"{self.num_target_layers - 2} (the target has {self.num_target_layers} layers; the last one is "
@@ -166,6 +233,10 @@ class DSparkConfig(PreTrainedConfig):
             )
         if any(first >= second for first, second in zip(taps, taps[1:], strict=False)):
             raise ValueError(f"`target_layer_ids` is {taps}; the ids must be increasing.")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 __all__ = ["DSparkConfig"]

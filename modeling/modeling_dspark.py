@@ -3,27 +3,32 @@ The DSpark drafter: a parallel backbone over an anchor and mask tokens, fed by t
 sequential head that ties the block's tokens together and a confidence head that says how far the block will survive.
 """
 
+import copy
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .attention import grouped_attention
-from .checkpoint_formats import read_config
+from .checkpoint_formats import find_reader
 from .configuration_dspark import DSparkConfig
 from .slot_buffer import SlotBuffer
 
 
 # Arguments of `from_pretrained` that say where the files are.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Dtypes a module that is not quantised computes in.
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class DraftContext:
@@ -48,8 +53,8 @@ class DraftContext:
         self.starts = [self.starts[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
-            index = torch.tensor(rows, device=None if layer.keys is None else layer.keys.device)
-            layer.keep_rows(index)
+            device = None if layer.keys is None else layer.keys.device
+            layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
 
 
 @dataclass
@@ -237,7 +242,9 @@ class DSparkMarkovHead(nn.Module):
 
     def initial_state(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """The recurrent state s_0 = 0 of shape `(rows, rank)`, or `None` for the heads without one."""
-        return hidden_states.new_zeros(len(hidden_states), self.markov_w1.embedding_dim) if self.head_type == "rnn" else None
+        if self.head_type != "rnn":
+            return None
+        return hidden_states.new_zeros(len(hidden_states), self.markov_w1.embedding_dim)
 
     def features(
         self, previous: torch.LongTensor, hidden_states: torch.Tensor, state: torch.Tensor | None
@@ -310,8 +317,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.markov_head = DSparkMarkovHead(config) if config.markov_rank > 0 else None
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
-        self.generation_config = GenerationConfig()
-        self.speculative_stats_by_thread = {}
+        self.speculative_stats_by_thread: dict[int, Any] = {}
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -343,21 +349,20 @@ class DSparkDraftModel(PreTrainedModel):
         Raises:
             `ValueError`: if neither has an embedding.
         """
-        like = self.fc.weight
-        if self.embed_tokens is not None:
-            embeds = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device)).to(like.device, like.dtype)
-        elif target_embedding is None:
+        if self.embed_tokens is None and target_embedding is None:
             raise ValueError("This drafter has no embedding of its own; pass `target_embedding`, the target's.")
-        else:
-            embeds = _call_borrowed(target_embedding, token_ids).to(like.device)
-            # Wrappers such as Gemma's multiply by a scale; the drafter's own scale replaces it.
-            wrapper_scale = getattr(target_embedding, "embed_scale", None)
-            if wrapper_scale is not None:
-                embeds = embeds / torch.as_tensor(wrapper_scale, device=embeds.device).to(embeds.dtype)
-            embeds = embeds.to(like.dtype)
-        if self.config.embedding_scale != 1.0:
-            embeds = embeds * torch.tensor(self.config.embedding_scale, dtype=embeds.dtype, device=embeds.device)
-        return embeds
+        embedding = self.embed_tokens if self.embed_tokens is not None else target_embedding
+        embeds = _call_module(embedding, token_ids)
+        # A wrapper such as Gemma's has multiplied by a scale already, which the drafter's replaces. Both are rounded
+        # to the embeddings' dtype, as Gemma does, so equal scales leave the wrapper's output untouched.
+        applied = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
+        wanted, applied = (
+            torch.tensor(float(scale), dtype=embeds.dtype, device="cpu").item()
+            for scale in (self.config.embedding_scale, applied)
+        )
+        if wanted != applied:
+            embeds = embeds * (wanted / applied)
+        return embeds.to(self.fc.weight.device, self.fc.weight.dtype)
 
     def base_logits(self, hidden_states: torch.Tensor, target_lm_head: nn.Module | None = None) -> torch.Tensor:
         """
@@ -373,12 +378,10 @@ class DSparkDraftModel(PreTrainedModel):
         Raises:
             `ValueError`: if neither has a head.
         """
-        if self.lm_head is not None:
-            logits = self.lm_head(hidden_states)
-        elif target_lm_head is None:
+        if self.lm_head is None and target_lm_head is None:
             raise ValueError("This drafter has no head of its own; pass `target_lm_head`, the target's.")
-        else:
-            logits = _call_borrowed(target_lm_head, hidden_states).to(hidden_states.device)
+        head = self.lm_head if self.lm_head is not None else target_lm_head
+        logits = _call_module(head, hidden_states).to(hidden_states.device)
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
@@ -407,8 +410,9 @@ class DSparkDraftModel(PreTrainedModel):
 
         Source: DSpark Eq. 2 and 3.
         """
+        assert sum(context_lengths) == len(context_hidden_states)
         block_size = noise_embeds.shape[1]
-        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds.dtype)))
+        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
         step = self._plan(context, context_lengths, block_size, noise_embeds.device)
         rotary = self.rotary(step.positions, noise_embeds.dtype)
         block = noise_embeds
@@ -447,7 +451,7 @@ class DSparkDraftModel(PreTrainedModel):
             logits = base[:, slot]
             if head is not None:
                 features, state = head.features(previous, hidden_states[:, slot], state)
-                logits = torch.addmm(logits, features, head.markov_w2.weight.t())
+                logits = logits + head.markov_w2(features)
             previous = select(slot, logits)
             tokens.append(previous)
         tokens = torch.stack(tokens, dim=1)
@@ -504,26 +508,34 @@ class DSparkDraftModel(PreTrainedModel):
             mask = mask & (slots > queries - self.config.sliding_window)
         return mask
 
-    # Statistics of the last call
+    # What transformers asks of a model
 
     @property
-    def speculative_stats(self):
+    def speculative_stats(self) -> Any | None:
         """Statistics of this thread's last `generate` with this drafter, or `None`."""
-        import threading
-
         return self.speculative_stats_by_thread.get(threading.get_ident())
 
-    def generate(self, *args, **kwargs):
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, so that transformers keeps and saves a `generation_config`: the drafter's defaults for drafting."""
+        return True
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
         """Not possible: a drafter has no text of its own."""
         raise ValueError(
             "A DSpark drafter cannot generate alone: it needs the hidden states of its target. Load the target and "
             "call `target.generate(**inputs, assistant_model=drafter)` after `import dspark_hf`."
         )
 
-    # Loading and saving
-
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args, config=None, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *args: Any,
+        config: DSparkConfig | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> "DSparkDraftModel":
         """
         Load a drafter saved by this library or by DeepSpec, from a folder or the Hub, strictly: each tensor is used,
         each parameter filled.
@@ -531,6 +543,7 @@ class DSparkDraftModel(PreTrainedModel):
         Args:
             pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
             config ([`DSparkConfig`], *optional*): Used in place of the folder's.
+            generation_config (`GenerationConfig`, *optional*): Used in place of the folder's.
             kwargs: As for `PreTrainedModel.from_pretrained`; fields of [`DSparkConfig`] override the folder's.
 
         Raises:
@@ -543,10 +556,15 @@ class DSparkDraftModel(PreTrainedModel):
         want_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError("`use_safetensors` is False; only safetensors weights are read.")
-        tensors = _tensor_shapes(pretrained_model_name_or_path, where)
         if config is None:
             raw, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **where)
-            config = cls.config_class(**read_config(raw, tensors))
+            read = find_reader(raw)
+        elif getattr(config, "model_type", None) != cls.config_class.model_type:
+            raise ValueError(
+                f"`config` is a {type(config).__name__}; pass a DSparkConfig, or none to read the folder's."
+            )
+        tensors = _tensor_shapes(pretrained_model_name_or_path, where, kwargs.get("variant"))
+        config = cls.config_class(**read(raw, set(tensors))) if config is None else copy.deepcopy(config)
         for name, value in overrides.items():
             setattr(config, name, value)
         config.validate_drafter()
@@ -564,51 +582,61 @@ class DSparkDraftModel(PreTrainedModel):
             raise ValueError(f"{pretrained_model_name_or_path} was not loaded completely: {'; '.join(problems)}.")
         broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
         if broken:
-            raise ValueError(f"{pretrained_model_name_or_path} holds values that are not finite in {', '.join(broken)}.")
-        try:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds values that are not finite in {', '.join(broken)}."
+            )
+        if generation_config is not None:
+            model.generation_config = generation_config
+        elif _find_file(pretrained_model_name_or_path, GENERATION_CONFIG_NAME, where) is not None:
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **where)
-        except OSError:
-            pass  # the file is optional
         return (model, info) if want_info else model
 
-    def save_pretrained(self, save_directory: str | Path, *args, **kwargs) -> None:
-        """Save config, weights, generation defaults and the code that loads them without this library."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        self.generation_config.save_pretrained(save_directory)
 
-
-def _call_borrowed(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Call a module of the target on inputs of the drafter's, wherever and in whatever dtype the module's weights are."""
+def _call_module(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """
+    Call an embedding or a head, the drafter's own or the target's, on inputs of the drafter's: wherever its weights
+    are, in whatever dtype, quantised or not.
+    """
     parameter = next(module.parameters(), None)
-    if parameter is not None:
-        floating = inputs.is_floating_point() and parameter.is_floating_point()
-        inputs = inputs.to(parameter.device, parameter.dtype if floating else inputs.dtype)
-        return module(inputs)
+    held = parameter if parameter is not None else next(module.buffers(), None)
+    # What accelerate has offloaded lies on `meta` between calls; its hook moves the inputs.
+    if held is not None and held.device.type != "meta":
+        inputs = inputs.to(held.device)
+    # Integers and 8-bit floats are storage of quantised weights, whose modules know what to do with their inputs.
+    if inputs.is_floating_point() and parameter is not None and parameter.dtype in _COMPUTE_DTYPES:
+        inputs = inputs.to(parameter.dtype)
     return module(inputs)
 
 
-def _tensor_shapes(path: str | Path, where: dict) -> dict[str, list[int]]:
-    """Shapes of all tensors in a checkpoint, by name, from the headers of its safetensors files."""
-    def find(name):
-        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **where)
+def _find_file(path: str | Path, name: str, where: dict[str, Any]) -> str | None:
+    """A file of a folder or Hub repository on this machine, downloaded if need be; `None` if there is none."""
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **where)
 
-    index = find("model.safetensors.index.json")
-    if index is not None:
+
+def _tensor_shapes(path: str | Path, where: dict[str, Any], variant: str | None = None) -> dict[str, list[int]]:
+    """Shapes of all tensors in a checkpoint, by name, from the headers of its safetensors files."""
+    name, index_name = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        name = name.removesuffix("safetensors") + f"{variant}.safetensors"
+        index_name = index_name.removesuffix("json") + f"{variant}.json"
+    # As in transformers, a single file comes before an index.
+    if (single := _find_file(path, name, where)) is not None:
+        files = [single]
+    elif (index := _find_file(path, index_name, where)) is not None:
         parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-        strange = [part for part in parts if Path(part).name != part]
+        strange = [part for part in parts if Path(part).name != part or not part.endswith(".safetensors")]
         if strange:
-            raise ValueError(f"The weight index of {path} points outside its folder: {strange}.")
+            raise ValueError(f"{index_name} of {path} names {strange}; only safetensors files beside it are read.")
         files = [cached_file(path, part, **where) for part in parts]
     else:
-        single = find("model.safetensors")
-        if single is None:
-            raise OSError(f"{path} has no model.safetensors (other weight formats are not read).")
-        files = [single]
+        raise OSError(f"{path} has neither {name} nor {index_name} (other weight formats are not read).")
     shapes = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
-                shapes[name] = tensors.get_slice(name).get_shape()
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again.") from error
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""Preallocated keys and values in per-row slots: rejecting a token is not advancing a length, growth is by doubling."""
+"""Preallocated keys and values in per-row slots: a rejected token leaves the length where it was; growth doubles."""
 
 import torch
 

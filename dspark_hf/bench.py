@@ -1,0 +1,540 @@
+"""Measure plain `generate`, prompt lookup and DSpark in turn, and set DSpark beside Equation 1's bound.
+
+The ways of decoding alternate prompt by prompt, so that a machine's slow minutes fall on all of them; ratios are taken
+between neighbours and their median is reported. The bound is tau * T(1) / (T_draft + T_verify): what a round yields,
+times a bare one-token step of the target, over what the two forwards of a round cost.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from .loading import CommandError, Pair, generation_options, load_pair, reporting
+
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from .statistics import SpeculativeStats
+
+PLAIN = "plain generate"
+PROMPT_LOOKUP = "prompt lookup"
+DSPARK = "DSpark"
+BARE_STEPS = 12
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of decoding: the arguments it adds to `generate`, and what must be in force around the call."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
+    speculative: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One timed call of `generate`."""
+
+    new_token_ids: list[int]
+    seconds: float
+    stats: SpeculativeStats | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second of the whole call, prefill included."""
+        return len(self.new_token_ids) / self.seconds
+
+
+def plain_method() -> Method:
+    """The target alone."""
+    return Method(PLAIN)
+
+
+def dspark_method(pair: Pair) -> Method:
+    """The target with its drafter."""
+    return Method(DSPARK, {"assistant_model": pair.drafter}, speculative=True)
+
+
+def timed_generate(
+    pair: Pair, inputs: dict[str, torch.Tensor], method: Method, options: dict[str, Any], seed: int | None = None
+) -> Call:
+    """Generate once and time it.
+
+    Args:
+        pair (`Pair`): target and drafter.
+        inputs (`dict`): `input_ids` and `attention_mask` of shape `(1, prompt_length)`.
+        method (`Method`): the way of decoding.
+        options (`dict`): arguments of `generate` that all methods share.
+        seed (`int`, *optional*): seeds torch before the call.
+    """
+    import torch
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    if not method.speculative:
+        options = {name: value for name, value in options.items() if name != "assistant_confidence_threshold"}
+    with method.surroundings():
+        _synchronize(pair)
+        start = time.perf_counter()
+        output = pair.target.generate(**inputs, **options, **method.arguments)
+        _synchronize(pair)
+        seconds = time.perf_counter() - start
+    stats = pair.drafter.speculative_stats if method.speculative else None
+    return Call(output[0, inputs["input_ids"].shape[1] :].tolist(), seconds, stats)
+
+
+def bare_step_seconds(pair: Pair, token_ids: Sequence[int], context_length: int, step_tokens: int) -> float:
+    """Median time of a bare target forward with a cache.
+
+    Args:
+        pair (`Pair`): its target is measured.
+        token_ids (`Sequence[int]`): a text; the steps run over it (and over its last token again at its end).
+        context_length (`int`): tokens in the cache before the first step, at least 1.
+        step_tokens (`int`): tokens a step, at least 1.
+
+    Returns:
+        `float`: seconds a step.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    from .compat import cache_argument
+
+    cache = DynamicCache(config=pair.target.config)
+    keywords = {cache_argument(pair.target): cache, "use_cache": True}
+    wanted = context_length + step_tokens * BARE_STEPS
+    ids = list(token_ids[:wanted])
+    ids += ids[-1:] * (wanted - len(ids))
+    text = torch.tensor([ids], device=pair.target.device)
+    times = []
+    with torch.no_grad():
+        pair.target(text[:, :context_length], logits_to_keep=1, **keywords)
+        for start in range(context_length, wanted, step_tokens):
+            chunk = text[:, start : start + step_tokens]
+            _synchronize(pair)
+            begin = time.perf_counter()
+            pair.target(chunk, **keywords)
+            _synchronize(pair)
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def read_prompts(source: str | None, limit: int | None = None) -> dict[str, list[str]]:
+    """Prompt sets by name.
+
+    Args:
+        source (`str`, *optional*): a `.jsonl` file, or a folder of them, with the field `prompt` on every line. By
+            default the school-maths prompts that come with the package.
+        limit (`int`, *optional*): how many prompts of each file; by default all.
+
+    Returns:
+        `dict[str, list[str]]`: the prompts of each file under its name without `.jsonl`.
+
+    Raises:
+        `CommandError`: there is no such file, or a line is not a JSON object with a non-empty `prompt`.
+    """
+    path = Path(source).expanduser() if source else Path(__file__).parent / "assets" / "prompts"
+    if not path.exists():
+        raise CommandError(f"--prompts {source!r}: there is no such file or folder; give a .jsonl file or a folder")
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise CommandError(f"--prompts {source!r}: the folder holds no .jsonl file")
+    return {file.stem: _read_prompt_file(file, limit) for file in files}
+
+
+def _read_prompt_file(file: Path, limit: int | None) -> list[str]:
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if limit is not None and len(prompts) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CommandError(f"--prompts: {file}:{number} is not JSON ({error}); give one object a line") from error
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not isinstance(prompt, str) or not prompt:
+            raise CommandError(f"--prompts: {file}:{number} has no text in the field 'prompt'; add it")
+        prompts.append(prompt)
+    if not prompts:
+        raise CommandError(f"--prompts: {file} has no prompts; give at least one line")
+    return prompts
+
+
+def run_methods(
+    pair: Pair,
+    prompt_sets: dict[str, list[str]],
+    methods: Sequence[Method],
+    options: dict[str, Any],
+    repetitions: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """All timed calls: each prompt by each method in turn, the order rotating, with the bare steps between.
+
+    Args:
+        pair (`Pair`): target and drafter.
+        prompt_sets (`dict[str, list[str]]`): prompts by set, see [`read_prompts`].
+        methods (`Sequence[Method]`): the first is the one that ratios are taken against.
+        options (`dict`): arguments of `generate` that all methods share.
+        repetitions (`int`): how often each prompt is run by each method.
+        seed (`int`): each repetition of a prompt is seeded with this number plus the repetition's.
+
+    Returns:
+        `list[dict]`: one record a call, of plain values.
+    """
+    encoded = {name: [pair.encode(prompt) for prompt in prompts] for name, prompts in prompt_sets.items()}
+    _check_lengths(pair, encoded, options["max_new_tokens"])
+    warm_up(pair, next(iter(encoded.values()))[0], methods, options)
+
+    records: list[dict[str, Any]] = []
+    turns = [
+        (repetition, name, index)
+        for repetition in range(repetitions)
+        for name, prompts in encoded.items()
+        for index in range(len(prompts))
+    ]
+    with tqdm(total=len(turns) * len(methods), desc="Benchmark", unit="call") as progress:
+        for turn, (repetition, name, index) in enumerate(turns):
+            inputs = encoded[name][index]
+            shift = turn % len(methods)
+            calls = {}
+            for method in (*methods[shift:], *methods[:shift]):
+                progress.set_postfix_str(f"{name}, {method.name}", refresh=False)
+                calls[method.name] = timed_generate(pair, inputs, method, options, seed + repetition)
+                progress.update()
+            bare = _bare_steps(pair, inputs, calls, methods)
+            for method in methods:
+                place = {"set": name, "prompt": index, "repetition": repetition, "method": method.name}
+                records.append(place | _record(calls[method.name], calls[methods[0].name], bare, method))
+            progress.write(_progress_line(name, index, calls, methods), file=sys.stderr)
+    return records
+
+
+def warm_up(pair: Pair, inputs: dict[str, torch.Tensor], methods: Iterable[Method], options: dict[str, Any]) -> None:
+    """Run each method for a few tokens, so that no first-time cost is measured.
+
+    Raises:
+        `CommandError`: target and drafter do not go together, or do not take these options.
+    """
+    short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+    for method in methods:
+        with reporting(f"{method.name} with --target {pair.names[0]!r} and --drafter {pair.names[1]!r}"):
+            timed_generate(pair, inputs, method, short, seed=0)
+
+
+def _check_lengths(pair: Pair, encoded: dict[str, list[dict[str, torch.Tensor]]], max_new_tokens: int) -> None:
+    limit = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
+    for name, prompts in encoded.items():
+        for index, inputs in enumerate(prompts):
+            length = inputs["input_ids"].shape[1]
+            if limit is not None and length + max_new_tokens > limit:
+                raise CommandError(
+                    f"--prompts: prompt {index + 1} of {name} has {length} tokens, and with --max-new-tokens "
+                    f"{max_new_tokens} that is more than the target's {limit}; remove it or lower --max-new-tokens"
+                )
+
+
+def _bare_steps(
+    pair: Pair, inputs: dict[str, torch.Tensor], calls: dict[str, Call], methods: Sequence[Method]
+) -> dict[int, float]:
+    """Bare forwards at the middle of what was generated: one token, and as many as each method verified a round."""
+    prompt = inputs["input_ids"][0].tolist()
+    text = prompt + calls[methods[0].name].new_token_ids
+    context_length = (len(prompt) + len(text)) // 2
+    widths = {1} | {width for call in calls.values() if (width := _verified_width(call.stats)) is not None}
+    return {width: bare_step_seconds(pair, text, context_length, width) for width in sorted(widths)}
+
+
+def _verified_width(stats: SpeculativeStats | None) -> int | None:
+    """Tokens that an average round's verification ran over: its drafts and the token before them."""
+    if stats is None or stats.rounds == 0:
+        return None
+    return round(stats.verified / stats.rounds) + 1
+
+
+def _record(call: Call, baseline: Call, bare: dict[int, float], method: Method) -> dict[str, Any]:
+    """A call as plain values, with what a round cost if it was speculative."""
+    record: dict[str, Any] = {
+        "new_tokens": len(call.new_token_ids),
+        "seconds": call.seconds,
+        "tokens_per_second": call.tokens_per_second,
+        "ratio": call.tokens_per_second / baseline.tokens_per_second,
+        "same_text": call.new_token_ids == baseline.new_token_ids,
+        "t1": bare[1],
+    }
+    if method.speculative and call.stats is not None and call.stats.rounds > 0:
+        record["stats"] = call.stats.to_dict()
+        record |= round_costs(call.stats, call.seconds, bare[1], bare[_verified_width(call.stats) or 1])
+    return record
+
+
+def round_costs(stats: SpeculativeStats, seconds: float, t1: float, bare_verify: float) -> dict[str, float]:
+    """What a round cost, and Equation 1's bound.
+
+    Args:
+        stats (`SpeculativeStats`): of one call with at least one round.
+        seconds (`float`): the whole call, measured from outside.
+        t1 (`float`): seconds of a bare one-token step of the target, T(1).
+        bare_verify (`float`): seconds of a bare target forward over as many tokens as a round verified.
+
+    Returns:
+        `dict[str, float]`: `t_draft`, `t_verify` and `t_outside` (seconds a round; the last is all that is neither
+        forward nor prefill), `outside_share` (of a round), `draft_share` (`t_draft` over T(1)), `bound` (Equation 1),
+        `reached` (of the bound, by the speed after prefill against a loop of bare one-token steps), `bare_verify` and
+        `bound_bare` (Equation 1 with the bare forward as T_verify).
+
+    Source: Equation 1 of arXiv 2607.05147.
+    """
+    tau = stats.mean_acceptance_length
+    t_draft, t_verify = stats.seconds_draft / stats.rounds, stats.seconds_verify / stats.rounds
+    t_round = (seconds - stats.seconds_prefill) / stats.rounds
+    bound = tau * t1 / (t_draft + t_verify)
+    return {
+        "t_draft": t_draft,
+        "t_verify": t_verify,
+        "t_outside": t_round - t_draft - t_verify,
+        "outside_share": 1 - (t_draft + t_verify) / t_round,
+        "draft_share": t_draft / t1,
+        "bound": bound,
+        "reached": tau * t1 / t_round / bound,
+        "bare_verify": bare_verify,
+        "bound_bare": tau * t1 / (t_draft + bare_verify),
+    }
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float | int | None]]]:
+    """Medians and ratios by set and method, and their mean over the sets under `"macro"`.
+
+    Args:
+        records (`Sequence[dict]`): as [`run_methods`] returns them.
+
+    Returns:
+        `dict`: set name to method name to values. Speeds, ratios and costs are medians over the calls;
+        `mean_acceptance_length` and `draft_acceptance_rate` are those of all the set's rounds together.
+    """
+    summary: dict[str, dict[str, dict[str, float | int | None]]] = {}
+    for record in records:
+        summary.setdefault(record["set"], {}).setdefault(record["method"], {})
+    for name, methods in summary.items():
+        for method in methods:
+            methods[method] = _summarise_calls([r for r in records if r["set"] == name and r["method"] == method])
+    macro: dict[str, dict[str, float | int | None]] = {}
+    for method in next(iter(summary.values())):
+        rows = [methods[method] for methods in summary.values()]
+        macro[method] = {key: _mean([row.get(key) for row in rows]) for key in rows[0]}
+    return summary | {"macro": macro}
+
+
+def _summarise_calls(calls: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:
+    values: dict[str, float | int | None] = {
+        "calls": len(calls),
+        "same_text": sum(call["same_text"] for call in calls) / len(calls),
+    }
+    for key in ("tokens_per_second", "ratio", "t1"):
+        values[key] = statistics.median(call[key] for call in calls)
+    with_rounds = [call for call in calls if "stats" in call]
+    if not with_rounds:
+        return values
+    rounds = sum(call["stats"]["rounds"] for call in with_rounds)
+    accepted = sum(call["stats"]["accepted"] for call in with_rounds)
+    verified = sum(call["stats"]["verified"] for call in with_rounds)
+    tokens = sum(call["stats"]["mean_acceptance_length"] * call["stats"]["rounds"] for call in with_rounds)
+    values["mean_acceptance_length"] = tokens / rounds
+    values["draft_acceptance_rate"] = accepted / verified if verified else None
+    costs = ("t_draft", "t_verify", "t_outside", "outside_share", "draft_share", "bound", "reached")
+    for key in (*costs, "bare_verify", "bound_bare"):
+        values[key] = statistics.median(call[key] for call in with_rounds)
+    return values
+
+
+def _mean(values: Sequence[float | int | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
+
+
+def _progress_line(name: str, index: int, calls: dict[str, Call], methods: Sequence[Method]) -> str:
+    parts = [f"{method.name} {calls[method.name].tokens_per_second:.1f} tok/s" for method in methods]
+    for method in methods:
+        stats = calls[method.name].stats
+        if stats is not None:
+            parts.append(f"mean_acceptance_length {stats.mean_acceptance_length:.2f} ({method.name})")
+    return f"{name} {index + 1}: " + ", ".join(parts)
+
+
+def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], console: Console, greedy: bool) -> None:
+    """Two tables: speed by set and method, and where a round's time goes against Equation 1."""
+    from rich.table import Table
+
+    speed = Table(title="Speed (medians; ratio between neighbouring calls)")
+    for column in ("prompts", "method", "tok/s", "ratio", "tokens a round", "accepted", "same text"):
+        speed.add_column(column, justify="left" if column in ("prompts", "method") else "right")
+    rounds = Table(title="A round against Equation 1 (milliseconds; T(1) is a bare one-token step)")
+    for column in (
+        "prompts", "method", "T(1)", "draft", "verify", "bare verify", "outside", "outside %", "draft/T(1)", "bound",
+        "reached %",
+    ):  # fmt: skip
+        rounds.add_column(column, justify="left" if column in ("prompts", "method") else "right")
+    for name, methods in summary.items():
+        for method, row in methods.items():
+            # Drawn text differs by nature, and synthetic text is not meant to agree.
+            comparable = greedy and "synthetic" not in method and method != next(iter(methods))
+            speed.add_row(
+                name,
+                method,
+                _number(row["tokens_per_second"], ".1f"),
+                _number(row["ratio"], ".2f"),
+                _number(row.get("mean_acceptance_length"), ".2f"),
+                _number(row.get("draft_acceptance_rate"), ".2f"),
+                _number(row["same_text"], ".0%") if comparable else "–",
+            )
+            if row.get("bound") is not None:
+                times = [row["t1"], row["t_draft"], row["t_verify"], row["bare_verify"], row["t_outside"]]
+                rounds.add_row(
+                    name,
+                    method,
+                    *(_number(None if seconds is None else 1000 * seconds, ".1f") for seconds in times),
+                    _number(row["outside_share"], ".0%"),
+                    _number(row["draft_share"], ".2f"),
+                    _number(row["bound"], ".2f"),
+                    _number(row["reached"], ".0%"),
+                )
+        speed.add_section()
+        rounds.add_section()
+    console.print(speed)
+    if rounds.row_count:
+        console.print(rounds)
+
+
+def _number(value: float | int | None, style: str) -> str:
+    return "–" if value is None else format(value, style)
+
+
+def _synchronize(pair: Pair) -> None:
+    """Wait for the device, so that a clock read on the host means something."""
+    if pair.target.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(pair.target.device)
+
+
+def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method]:
+    """DSpark with drafts forced to be right with a given probability: the engine apart from the drafter's quality.
+
+    Args:
+        pair (`Pair`): target and drafter.
+        probabilities (`Iterable[float]`): each in [0, 1].
+    """
+    from functools import partial
+
+    from .decoding import synthetic_acceptance
+
+    return [
+        Method(
+            f"DSpark, synthetic {probability:g}",
+            {"assistant_model": pair.drafter},
+            partial(synthetic_acceptance, probability),
+            speculative=True,
+        )
+        for probability in probabilities
+    ]
+
+
+def run(
+    *,
+    target: str,
+    drafter: str | None,
+    prompts: str | None,
+    limit: int | None,
+    max_new_tokens: int,
+    temperature: float,
+    threshold: float | None,
+    repetitions: int,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    seed: int,
+    prompt_lookup_tokens: int,
+    synthetic: Sequence[float],
+    output: str | None,
+) -> int:
+    """`dspark bench`: measure, print the tables, write the JSON file. The command line's help says what is what.
+
+    Returns:
+        `int`: the exit code, 0.
+
+    Raises:
+        `CommandError`: something given cannot be used.
+    """
+    if output is not None and not Path(output).expanduser().absolute().parent.is_dir():
+        raise CommandError(f"--output {output!r}: its folder does not exist; create it first")
+    prompt_sets = read_prompts(prompts, limit)
+
+    import torch
+    from rich.console import Console
+
+    from .environment import machine, package_versions
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = generation_options(
+        max_new_tokens,
+        temperature,
+        # The distribution itself, whatever truncation the target's own generation config suggests.
+        top_p=1.0 if temperature > 0 else None,
+        top_k=0 if temperature > 0 else None,
+        threshold=threshold,
+    )
+    pair = load_pair(target, drafter, dtype, device)
+    methods = [plain_method()]
+    if synthetic:
+        methods += synthetic_methods(pair, synthetic)
+        # Such text means nothing, so its end does not either: every call runs to the full length. This is an id that
+        # no token has.
+        options["eos_token_id"] = pair.target.config.get_text_config().vocab_size
+    else:
+        methods += [
+            Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}),
+            dspark_method(pair),
+        ]
+    console = Console()
+    console.print(pair.description, highlight=False)
+    if synthetic:
+        console.print("[bold]SYNTHETIC acceptance: the engine is measured, not the drafter; the text is not meant.[/]")
+    if pair.target.device.type == "cuda":
+        console.print("On CUDA, draft and verify are the times until the calls returned, not until they were done.")
+    records = run_methods(pair, prompt_sets, methods, options, repetitions, seed)
+    summary = summarise(records)
+    print_tables(summary, console, greedy=temperature == 0)
+    if output is not None:
+        settings = {
+            "target": target, "drafter": pair.names[1], "prompts": prompts or "school-maths (bundled)",
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "threshold": threshold,
+            "repetitions": repetitions, "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "device": str(pair.target.device), "seed": seed, "synthetic": list(synthetic),
+        }  # fmt: skip
+        result = {
+            "command": ["dspark", *sys.argv[1:]],
+            "machine": machine(),
+            "versions": package_versions(),
+            "settings": settings,
+            "summary": summary,
+            "calls": records,
+        }
+        Path(output).expanduser().write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        console.print(f"Written: {output}", highlight=False)
+    return 0

@@ -1,0 +1,65 @@
+"""Where releases of Transformers differ: the one place that asks for the version. Floor 5.18, tested up to 5.24."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Cache, PreTrainedModel
+
+
+FLOOR = Version("5.18.0")
+VERSION = Version(Version(transformers.__version__).base_version)
+if VERSION < FLOOR:
+    raise ImportError(
+        f"dspark_hf needs transformers {FLOOR} or newer, found {transformers.__version__}: `pip install -U transformers`."
+    )
+
+# The name of the cache in `generate`'s model arguments and outputs: renamed in 5.24.
+CACHE_NAME = "cache" if Version("5.24.0") <= VERSION else "past_key_values"
+# Whether `output_hidden_states=[...]` counts the embedding output as entry 0: since 5.23; before, entry i is layer i's.
+_EMBEDDING_COUNTS = Version("5.23.0") <= VERSION
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of the cache in `model.forward`: code from elsewhere may still use the old one and swallow the new."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def hidden_states_request(taps: Sequence[int], keep_all: bool) -> bool | list[int]:
+    """
+    The value of `output_hidden_states` that keeps the tapped layers' outputs and no others.
+
+    Args:
+        taps (`Sequence[int]`): Layer ids; -1 is the embedding output.
+        keep_all (`bool`): Whether the user asked for all of them.
+    """
+    if keep_all or (-1 in taps and not _EMBEDDING_COUNTS):
+        return True
+    return [tap + 1 if _EMBEDDING_COUNTS else tap for tap in taps]
+
+
+def tapped_hidden_states(
+    hidden_states: Sequence[torch.Tensor | None], taps: Sequence[int], num_layers: int
+) -> torch.Tensor:
+    """
+    Concatenate the tapped layers' outputs.
+
+    Args:
+        hidden_states (`Sequence` of `torch.Tensor` of shape `(rows, length, hidden_size)` or `None`):
+            As a model returned them to [`hidden_states_request`].
+        taps (`Sequence[int]`): Layer ids; -1 is the embedding output.
+        num_layers (`int`): The target's number of layers.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, length, taps * hidden_size)`.
+    """
+    offset = len(hidden_states) - num_layers  # 1 where the embedding output is entry 0
+    states = [hidden_states[tap + offset] for tap in taps]
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def is_croppable(cache: Cache) -> bool:
+    """Whether every layer of a cache can forget its last tokens."""
+    return all(getattr(layer, "is_croppable", False) for layer in cache.layers)

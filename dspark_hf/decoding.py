@@ -1,0 +1,514 @@
+"""The decode loop: draft, schedule, verify, commit, over any number of rows."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from . import sampling
+from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits, check_threshold
+from .compat import CACHE_NAME
+from .processing import ProcessorChain
+from .sampling import Verdict, Verification
+from .sequences import Sequences
+from .slot_cache import UnsupportedAttention
+from .statistics import SpeculativeStats
+from .streaming import DSparkStreamer
+from .target_stream import FlattenedStream, StreamOutput, mark_unstreamable, open_stream, prefill
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    What `generate(return_dict_in_generate=True)` returns with a DSpark drafter: the fields of plain `generate` and
+
+    Args:
+        speculative_stats ([`SpeculativeStats`]): Rounds, acceptance and seconds of the call.
+    """
+
+    speculative_stats: SpeculativeStats | None = None
+
+
+class _Stops:
+    """Stopping criteria, asked token by token as plain `generate` asks them; length and end tokens without a call."""
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
+        self.end_tokens = {
+            int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()
+        }
+        self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+
+    def __call__(self, prefix: torch.LongTensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Whether a row, `prefix` of shape `(1, length)` that ends with `token`, is finished."""
+        stopped = token in self.end_tokens or (self.max_length is not None and prefix.shape[1] >= self.max_length)
+        for criterion in self.others:  # all are asked, since they may keep count
+            answer = criterion(prefix, scores)
+            stopped |= bool(answer.all() if isinstance(answer, torch.Tensor) else answer)
+        return stopped
+
+
+class _Recorder:
+    """What `return_dict_in_generate` asks for: for each row and generated token scores, logits, states, weights."""
+
+    def __init__(self, config: GenerationConfig, rows: int):
+        wanted = config.return_dict_in_generate
+        self.scores = [[] for _ in range(rows)] if wanted and config.output_scores else None
+        self.logits = [[] for _ in range(rows)] if wanted and config.output_logits else None
+        self.hidden_states = [[] for _ in range(rows)] if wanted and config.output_hidden_states else None
+        self.attentions = [[] for _ in range(rows)] if wanted and config.output_attentions else None
+        self.prompt_hidden_states = self.prompt_attentions = None
+
+    def prompt(self, outputs: Any) -> None:
+        """Take the prompt's own states and weights, which stand at the first token."""
+        self.prompt_hidden_states = outputs.hidden_states if self.hidden_states is not None else None
+        self.prompt_attentions = outputs.attentions if self.attentions is not None else None
+
+    def token(self, row: int, scores: torch.Tensor, logits: torch.Tensor | None) -> None:
+        """Take the scores and raw logits, `(1, vocab_size)`, that a row's next token was chosen by."""
+        if self.scores is not None:
+            self.scores[row].append(scores)
+        if self.logits is not None:
+            self.logits[row].append(logits)
+
+    def states(self, row: int, count: int, output: StreamOutput, first: int, index: int, total: int) -> None:
+        """Take states and weights of the first `count` of a row's tokens in a stream."""
+        for step in range(count):
+            if self.hidden_states is not None:
+                place = first + step
+                self.hidden_states[row].append(tuple(layer[:, place : place + 1] for layer in output.hidden_states))
+            if self.attentions is not None:
+                self.attentions[row].append(
+                    tuple(_one_query(layer, step, total) for layer in output.attentions[index])
+                )
+
+    def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
+        """A row's scores so far, as stopping criteria get them."""
+        return tuple(self.scores[row]) if self.scores is not None else None
+
+    def output(self, lengths: Sequence[int]) -> dict[str, tuple | None]:
+        """All that was recorded, cut to `lengths` tokens a row, as fields of `generate`'s output."""
+        fields = {"scores": _steps(self.scores, lengths), "logits": _steps(self.logits, lengths)}
+        later = [length - 1 for length in lengths]  # the first token's states are the prompt's
+        for name in ("hidden_states", "attentions"):
+            steps = getattr(self, name)
+            if steps is not None:
+                layers = len(getattr(self, f"prompt_{name}"))
+                by_layer = [_steps([[s[layer] for s in row] for row in steps], later) for layer in range(layers)]
+                fields[name] = (getattr(self, f"prompt_{name}"), *zip(*by_layer, strict=True))
+        return fields
+
+
+def _steps(rows: list[list[torch.Tensor]] | None, lengths: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
+    """Steps of each row as steps of all rows; a row that is finished is filled with zeros."""
+    if rows is None:
+        return None
+    rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    steps = []
+    for step in range(max(map(len, rows))):
+        like = next(row[step] for row in rows if step < len(row))
+        steps.append(torch.cat([row[step] if step < len(row) else torch.zeros_like(like) for row in rows]))
+    return tuple(steps)
+
+
+def _one_query(weights: torch.Tensor, step: int, total: int) -> torch.Tensor:
+    """The weights `(1, heads, 1, keys)` of one token of a stream, without the keys that come after it."""
+    queries, keys = weights.shape[-2:]
+    end = keys - (queries - 1 - step)
+    # A sliding layer shows the stream a window that starts with its first token's.
+    start = 0 if keys >= total else step
+    return weights[..., step : step + 1, start:end]
+
+
+@torch.no_grad()
+def dspark_decode(
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    inputs_tensor: torch.Tensor | None = None,
+    assistant_model: Any = None,
+    assistant_tokenizer: Any = None,
+    tokenizer: Any = None,
+    **model_kwargs,
+) -> DSparkGenerateOutput | torch.LongTensor:
+    """
+    Generate with a target and a DSpark drafter: what `generate(assistant_model=drafter)` calls, with everything
+    prepared by `generate`.
+
+    Args:
+        target (`PreTrainedModel`): The verifying model.
+        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): Left-padded prompts.
+        logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
+            As `generate` hands them to a decoding method.
+        assistant_model (`DSparkDraftModel`): The drafter, wrapped or not.
+        inputs_tensor, assistant_tokenizer, tokenizer: Of no use here.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch_size, length)`, or [`DSparkGenerateOutput`].
+
+    Raises:
+        `ValueError`: if the call, the target or the drafter cannot go together, saying what to do.
+
+    Source: DSpark (arXiv 2607.05147), the full decode loop.
+    """
+    check_call(target, assistant_model, generation_config, synced_gpus)
+    run = _Run(target, assistant_model, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    return run(model_kwargs)
+
+
+def check_call(target: PreTrainedModel, drafter: Any, generation_config: GenerationConfig, synced_gpus: bool) -> None:
+    """
+    Check what can be known before the prompt is run.
+
+    Raises:
+        `ValueError`: if the call, the target or the drafter cannot go together, saying what to do.
+    """
+    if synced_gpus:
+        raise ValueError(
+            "`synced_gpus` is True; a drafter cannot be used while ranks must step together. Set it to False."
+        )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}; it changes the target's "
+            "distribution, which DSpark never does. Leave it out."
+        )
+    check_fits(drafter, target)
+    check_threshold(drafter, confidence_threshold(drafter, generation_config))
+
+
+def confidence_threshold(drafter: Any, generation_config: GenerationConfig) -> float:
+    """
+    The threshold in force: the call's, else the drafter's, else 0.
+
+    Transformers fills the call's config with a default of its own, which cannot be told from the same value given by
+    the user: it counts as not given.
+    """
+    default = GenerationConfig._get_default_generation_params().get("assistant_confidence_threshold")
+    for value in (
+        generation_config.assistant_confidence_threshold,
+        drafter.generation_config.assistant_confidence_threshold,
+    ):
+        if value is not None and value != default:
+            return float(value)
+        default = None
+    return 0.0
+
+
+# Probability with which drafts are accepted whatever they are; see `synthetic_acceptance`.
+_synthetic: ContextVar[float | None] = ContextVar("synthetic_acceptance", default=None)
+
+
+@contextlib.contextmanager
+def synthetic_acceptance(accept_prob: float) -> Iterator[None]:
+    """
+    Accept each draft with a given probability, right or wrong, to measure the engine apart from a drafter's quality.
+    The text has no meaning.
+
+    Args:
+        accept_prob (`float`): In [0, 1].
+    """
+    if not 0.0 <= accept_prob <= 1.0:
+        raise ValueError(f"`accept_prob` is {accept_prob}; it is a probability, 0 to 1.")
+    token = _synthetic.set(accept_prob)
+    try:
+        yield
+    finally:
+        _synthetic.reset(token)
+
+
+class _Run:
+    """One call of [`dspark_decode`]."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ):
+        self.target, self.drafter, self.config = target, drafter, generation_config
+        batch, prompt_length = input_ids.shape
+        self.input_ids = input_ids
+        self.taps = drafter.config.target_layer_ids
+        self.do_sample = generation_config.do_sample
+        self.synthetic = _synthetic.get()
+        self.processors = ProcessorChain(logits_processor, batch)
+        self.stops = _Stops(stopping_criteria)
+        self.recorder = _Recorder(generation_config, batch)
+        self.stats = SpeculativeStats(rows=[SpeculativeStats() for _ in range(batch)])
+        block_size = drafter.config.block_size
+        expected = (self.stops.max_length or prompt_length) - prompt_length
+        self.sequences = Sequences(input_ids, room=min(max(expected, 0), 1024) + block_size + 1)
+        self.pad_token_id = _pad_token(generation_config)
+        self.output_streamer = _OutputStreamer(streamer, batch, self.pad_token_id)
+        self.active = list(range(batch))
+        self.stopped_at: dict[int, int] = {}
+
+    def __call__(self, model_kwargs: dict[str, Any]) -> DSparkGenerateOutput | torch.LongTensor:
+        clock = _Clock()
+        self.prompt = prompt = prefill(self.target, self.input_ids, self.config, model_kwargs, self.taps)
+        self.returns_cache = self.config.return_dict_in_generate or getattr(prompt.cache, "_is_user_defined", False)
+        self.recorder.prompt(prompt.outputs)
+        prompt.outputs = None
+        self.stream = open_stream(self.target, prompt, self.config, self.taps)
+        self.stream.keep_finished = self.returns_cache
+        threshold = confidence_threshold(self.drafter, self.config)
+        self.drafts = DSparkCandidateGenerator(
+            self.drafter, self.target, prompt.cached, self.processors, self.do_sample, threshold
+        )
+        self.drafts.observe(prompt.taps, prompt.tap_counts)
+        self.stats.seconds_prefill += clock.lap()
+        self._choose_first(prompt.logits)
+        self.stats.seconds_rest += clock.lap()
+        while self.active:
+            candidates = self._draft()
+            self.stats.seconds_draft += clock.lap()
+            output = self._verify(candidates)
+            self.stats.seconds_verify += clock.lap()
+            self._commit(candidates, output)
+            self.stats.seconds_rest += clock.lap()
+        return self._result()
+
+    def _choose_first(self, logits: torch.Tensor) -> None:
+        """The first anchors: the target's own tokens after the prompt."""
+        scores, raw = self._process(logits, [(row, self.sequences.prefix(row)) for row in self.active])
+        if self.do_sample:
+            tokens = sampling.draw_tokens(sampling.probabilities(scores))
+        else:
+            tokens = scores.argmax(dim=-1)
+        self.processors.commit(len(self.active))
+        stops = []
+        for row, token in enumerate(tokens.tolist()):
+            self.sequences.put(row, tokens[row : row + 1])
+            _, stopped = self._append(
+                row, [token], 0, scores[row : row + 1], None if raw is None else raw[row : row + 1]
+            )
+            stops.append(stopped)
+        self._retire(stops)
+        self.output_streamer.flush(self.active)
+
+    def _draft(self) -> Candidates | None:
+        """Draft a block for each row, cut to what fits; nothing if the target's next token is the last anyway."""
+        self.sequences.reserve(self.drafts.block_size + 1)
+        room = [self._room(row) for row in self.active]
+        if max(room) <= 0:
+            return None
+        candidates = self.drafts.get_candidates(self.sequences, self.active)
+        lengths = zip(candidates.verify_lengths, room, strict=True)
+        candidates.verify_lengths = [min(length, left) for length, left in lengths]
+        return candidates
+
+    def _room(self, row: int) -> int:
+        """Drafts of a row that can still be of use: all but the last token that may come."""
+        if self.stops.max_length is None:
+            return self.drafts.block_size
+        return max(self.stops.max_length - self.sequences.lengths[row] - 1, 0)
+
+    def _verify(self, candidates: Candidates | None) -> StreamOutput:
+        """Run each row's anchor and scheduled drafts through the target."""
+        anchors = self.sequences.anchors(self.active)
+        lengths = candidates.verify_lengths if candidates else [0] * len(self.active)
+        if candidates is None:
+            tokens = anchors
+        elif len(anchors) == 1:
+            tokens = torch.cat([anchors, candidates.tokens[0, : lengths[0]]])
+        else:
+            block = torch.cat([anchors[:, None], candidates.tokens], dim=1)
+            width = block.shape[1]
+            places = [row * width + step for row, length in enumerate(lengths) for step in range(length + 1)]
+            tokens = block.flatten()[torch.tensor(places, device=block.device)]
+        tokens = tokens.to(self.target.device)
+        counts = [length + 1 for length in lengths]
+        try:
+            output = self.stream.verify(tokens, counts)
+        except UnsupportedAttention as reason:
+            self._leave_flattened_stream(reason)
+            output = self.stream.verify(tokens, counts)
+        if not self.returns_cache and isinstance(self.stream, FlattenedStream):
+            self.prompt.cache = None  # its keys and values are in slots now
+        return output
+
+    def _leave_flattened_stream(self, reason: UnsupportedAttention) -> None:
+        """The first stream showed that this target's attention does not go through the interface."""
+        if self.stats.rounds:
+            raise RuntimeError(f"{type(self.target).__name__} changed its attention while generating: {reason}.")
+        logger.info("%s is verified row by row: its attention has %s.", type(self.target).__name__, reason)
+        mark_unstreamable(self.target)
+        self.stream = open_stream(self.target, self.prompt, self.config, self.taps)
+        self.stream.keep_rows(self.active)
+        self.stream.keep_finished = self.returns_cache
+
+    def _commit(self, candidates: Candidates | None, output: StreamOutput) -> None:
+        """Keep what the target accepts and its own token after that, up to where a row stops."""
+        rows = list(self.active)
+        lengths = candidates.verify_lengths if candidates else [0] * len(rows)
+        starts = [sum(lengths[:index]) + index for index in range(len(rows))]
+        if candidates is not None and self.processors:
+            for index, row in enumerate(rows):
+                self.sequences.put(row, candidates.tokens[index, : lengths[index]])
+        prefixes = [
+            (row, self.sequences.prefix(row, step))
+            for row, length in zip(rows, lengths, strict=True)
+            for step in range(length + 1)
+        ]
+        scores, raw = self._process(output.logits, prefixes)
+        verdict = self._judge(candidates, lengths, scores)
+        outcome = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the round's one wait
+        kept, stops = [], []
+        for index, (row, (accepted, *tokens)) in enumerate(zip(rows, outcome, strict=True)):
+            self.sequences.put(row, verdict.tokens[index, : accepted + 1])
+            place = slice(starts[index], starts[index] + accepted + 1)
+            total = self.sequences.lengths[row] + lengths[index]
+            count, stopped = self._append(
+                row, tokens[: accepted + 1], accepted, scores[place], None if raw is None else raw[place]
+            )
+            self.recorder.states(row, count, output, starts[index], index, total)
+            drafted = self.drafts.block_size if candidates is not None else 0
+            for stats in (self.stats, self.stats.rows[row]):
+                stats.record(drafted, lengths[index], accepted)
+            kept.append(count)
+            stops.append(stopped)
+        self.processors.commit(kept[0])
+        self.stream.advance(kept)
+        places = [start + step for start, count in zip(starts, kept, strict=True) for step in range(count)]
+        taps = output.taps if len(places) == len(output.taps) else output.taps[places]
+        self.drafts.observe(taps, kept)
+        self._retire(stops)
+        self.output_streamer.flush(self.active)
+
+    def _process(
+        self, logits: torch.Tensor, prefixes: list[tuple[int, torch.LongTensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Processed scores in float32 or better, and the raw logits if they are wanted."""
+        device = self.sequences.tokens.device
+        needed = (
+            self.do_sample or self.processors or self.recorder.scores is not None or self.recorder.logits is not None
+        )
+        if not needed:
+            return logits.to(device), None
+        scores = logits.to(device=device, dtype=torch.promote_types(logits.dtype, torch.float32))
+        raw = scores.clone() if self.recorder.logits is not None else None
+        return (self.processors(prefixes, scores, record=True) if self.processors else scores), raw
+
+    def _judge(self, candidates: Candidates | None, lengths: list[int], scores: torch.Tensor) -> Verdict:
+        """Accept or reject."""
+        if candidates is None:
+            none = self.sequences.tokens.new_zeros(len(lengths), 0)
+            verification, draft_probs = (
+                Verification(none, lengths),
+                scores.new_zeros(len(lengths), 0, scores.shape[-1]),
+            )
+        else:
+            verification, draft_probs = Verification(candidates.tokens, lengths), candidates.draft_probs
+        if self.do_sample:
+            return verification.sampled(sampling.probabilities(scores), draft_probs, self.synthetic)
+        return verification.greedy(scores, self.synthetic)
+
+    def _append(
+        self, row: int, tokens: list[int], accepted: int, scores: torch.Tensor, raw: torch.Tensor | None
+    ) -> tuple[int, bool]:
+        """Commit a row's tokens one by one until one of them stops it: how many were, and whether it is finished."""
+        for step, token in enumerate(tokens):
+            self.recorder.token(row, scores[step : step + 1], None if raw is None else raw[step : step + 1])
+            self.sequences.lengths[row] += 1
+            self.output_streamer.push(row, token, drafted=step < accepted)
+            if self.stops(self.sequences.prefix(row), token, self.recorder.scores_of(row)):
+                return step + 1, True
+        return len(tokens), False
+
+    def _retire(self, stops: list[bool]) -> None:
+        """Let finished rows leave the stream."""
+        keep = [index for index, stopped in enumerate(stops) if not stopped]
+        if len(keep) == len(self.active):
+            return
+        self.stream.keep_rows(keep)
+        if keep:
+            self.drafts.keep_rows(keep)
+        self.active = [self.active[index] for index in keep]
+
+    def _result(self) -> DSparkGenerateOutput | torch.LongTensor:
+        self.output_streamer.end()
+        self.drafter.speculative_stats_by_thread[threading.get_ident()] = self.stats
+        if self.returns_cache:
+            self.stream.close()
+        sequences = self.sequences.padded(self.pad_token_id)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        generated = [self.sequences.generated(row) for row in range(len(sequences))]
+        return DSparkGenerateOutput(
+            sequences=sequences,
+            speculative_stats=self.stats,
+            **self.recorder.output(generated),
+            **{CACHE_NAME: self.prompt.cache},
+        )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.last = self.last, time.perf_counter()
+        return self.last - before
+
+
+class _OutputStreamer:
+    """Hands tokens to the user's streamer as plain `generate` does: one step of all rows after the other."""
+
+    def __init__(self, streamer: BaseStreamer | None, rows: int, pad_token_id: int):
+        self.streamer, self.pad_token_id = streamer, pad_token_id
+        self.waiting: list[deque[tuple[int, bool]]] = [deque() for _ in range(rows)]
+
+    def push(self, row: int, token: int, drafted: bool) -> None:
+        """A row's next token."""
+        if self.streamer is not None:
+            self.waiting[row].append((token, drafted))
+
+    def flush(self, active: Sequence[int]) -> None:
+        """Put all steps that are complete: those that every row has reached or finished before."""
+        while any(self.waiting) and all(self.waiting[row] for row in active):
+            step = [tokens.popleft() if tokens else (self.pad_token_id, False) for tokens in self.waiting]
+            value = torch.tensor([token for token, _ in step])
+            if isinstance(self.streamer, DSparkStreamer):
+                self.streamer.put(value, drafted=any(drafted for _, drafted in step))
+            else:
+                self.streamer.put(value)
+
+    def end(self) -> None:
+        """Nothing comes after this."""
+        if self.streamer is not None:
+            self.streamer.end()
+
+
+def _pad_token(generation_config: GenerationConfig) -> int:
+    """The token that fills up finished rows."""
+    token = getattr(generation_config, "_pad_token_tensor", None)
+    return int(token) if token is not None else 0

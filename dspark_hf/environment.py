@@ -1,0 +1,58 @@
+"""What a result or a bug report has to say about where it came from: machine and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+
+PACKAGES = (
+    "dspark-hf",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "huggingface-hub",
+    "safetensors",
+    "numpy",
+    "gguf",
+    "peft",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of dspark_hf and of the packages it works with; "not installed" for those that are absent."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def machine() -> dict[str, str | int]:
+    """The machine: operating system, Python, processor, cores, torch's threads and the CUDA devices it sees."""
+    import torch
+
+    cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "processor": _processor_name(),
+        "cores": os.cpu_count() or 0,
+        "torch_threads": torch.get_num_threads(),
+        "cuda": f"{torch.version.cuda} ({', '.join(cuda)})" if cuda else "no device",
+    }
+
+
+def _processor_name() -> str:
+    """The processor's name; Linux gives it in /proc/cpuinfo, elsewhere the platform module knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,203 @@
+"""What each command starts with: a target, a drafter and a tokenizer, or an error that says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .modeling import DSparkDraftModel
+
+DEMO = "demo"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+class CommandError(Exception):
+    """An error of the caller's: its message names the argument, its value and the fix, and goes out as one line."""
+
+
+@contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """Turn the errors that libraries raise about what the caller gave into a [`CommandError`] about `what`.
+
+    Args:
+        what (`str`): the argument and its value, for example `"--target 'gpt2'"`.
+    """
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise CommandError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter, on one device and ready to generate."""
+
+    target: PreTrainedModel
+    drafter: DSparkDraftModel
+    tokenizer: PreTrainedTokenizerBase
+    names: tuple[str, str]
+
+    @property
+    def description(self) -> str:
+        """One line about the pair for a heading."""
+        parameters = [sum(p.numel() for p in model.parameters()) / 1e6 for model in (self.target, self.drafter)]
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return (
+            f"target {self.names[0]} ({parameters[0]:.0f} M), drafter {self.names[1]} ({parameters[1]:.0f} M), "
+            f"{dtype} on {self.target.device}"
+        )
+
+    def encode(self, prompt: str, chat: bool | None = None) -> dict[str, torch.Tensor]:
+        """Tokenise one prompt.
+
+        Args:
+            prompt (`str`): the text.
+            chat (`bool`, *optional*): whether to wrap it as a user's turn in the tokenizer's chat template. By
+                default it is wrapped if there is a template.
+
+        Returns:
+            `dict`: `input_ids` and `attention_mask`, `torch.Tensor` of shape `(1, prompt_length)` on the target's
+            device.
+
+        Raises:
+            `CommandError`: a chat was asked for and the tokenizer has no template, or the prompt is empty.
+        """
+        has_template = self.tokenizer.chat_template is not None
+        if chat and not has_template:
+            raise CommandError(
+                f"--chat: the tokenizer of {self.names[0]!r} has no chat template; leave --chat out to continue "
+                "the prompt as plain text"
+            )
+        if has_template and chat is not False:
+            turn = [{"role": "user", "content": prompt}]
+            encoded = self.tokenizer.apply_chat_template(
+                turn, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            encoded = self.tokenizer(prompt, return_tensors="pt")
+        if encoded["input_ids"].shape[-1] == 0:
+            raise CommandError(f"--prompt {prompt!r}: it has no tokens; give at least one character")
+        return {name: encoded[name].to(self.target.device) for name in ("input_ids", "attention_mask")}
+
+
+def load_pair(target: str = DEMO, drafter: str | None = None, dtype: str = "auto", device: str = "auto") -> Pair:
+    """Load a target and its drafter.
+
+    Args:
+        target (`str`, *optional*, defaults to `"demo"`): checkpoint folder or Hub id; `"demo"` is the demo target.
+        drafter (`str`, *optional*): checkpoint folder or Hub id; `"demo"` is the bundled drafter, the default if the
+            target is the demo target.
+        dtype (`str`, *optional*, defaults to `"auto"`): one of `DTYPES`. `"auto"` is the dtype of the target's
+            checkpoint; the drafter takes the target's.
+        device (`str`, *optional*, defaults to `"auto"`): a torch device. `"auto"` is `cuda` if there is one,
+            otherwise `cpu`.
+
+    Raises:
+        `CommandError`: something given cannot be loaded.
+    """
+    if drafter is None:
+        if target != DEMO:
+            raise CommandError(
+                f"--drafter is missing: --target {target!r} needs a drafter trained for it; give its folder or Hub id"
+            )
+        drafter = DEMO
+    check_source("--target", target)
+    check_source("--drafter", drafter)
+    if dtype not in DTYPES:
+        raise CommandError(f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from . import DSparkDraftModel
+    from .demo_target import demo_drafter_folder, demo_target_folder
+
+    placement = resolve_device(device)
+    with reporting(f"--target {target!r}"):
+        try:
+            source = demo_target_folder() if target == DEMO else target
+        except RuntimeError as error:
+            raise CommandError(str(error)) from error
+        model_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=model_dtype).to(placement).eval()
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    with reporting(f"--drafter {drafter!r}"):
+        source = demo_drafter_folder() if drafter == DEMO else drafter
+        draft_model = DSparkDraftModel.from_pretrained(source, dtype=model.dtype).to(placement).eval()
+    return Pair(model, draft_model, tokenizer, (target, drafter))
+
+
+def check_source(argument: str, value: str) -> None:
+    """Refuse what is plainly neither a checkpoint folder nor a Hub id, before anything is imported or fetched."""
+    path = Path(value).expanduser()
+    if value == DEMO:
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise CommandError(
+                f"{argument} {value!r}: the folder has no config.json; give the folder that save_pretrained wrote"
+            )
+    elif path.is_file():
+        raise CommandError(f"{argument} {value!r}: it is a file; give the checkpoint folder that holds it")
+    elif not value or value.startswith((".", "/", "~")) or value.count("/") > 1:
+        raise CommandError(f"{argument} {value!r}: there is no such folder; give a checkpoint folder or a Hub id")
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device a `--device` value means.
+
+    Raises:
+        `CommandError`: torch does not know the name, or the machine has no such device.
+    """
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        placement = torch.device(device)
+    except RuntimeError as error:
+        raise CommandError(f"--device {device!r}: torch knows no such device; use auto, cpu or cuda:0") from error
+    if placement.type == "cuda" and (placement.index or 0) >= torch.cuda.device_count():
+        raise CommandError(
+            f"--device {device!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here; use --device cpu"
+        )
+    return placement
+
+
+def generation_options(
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    threshold: float | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of `generate`, the same for every way of decoding.
+
+    Args:
+        max_new_tokens (`int`): at least 1.
+        temperature (`float`, *optional*, defaults to 0.0): 0 decodes greedily; above, tokens are drawn.
+        top_p (`float`, *optional*): nucleus size in (0, 1]; by default the target's own.
+        top_k (`int`, *optional*): 0 keeps all tokens; by default the target's own.
+        threshold (`float`, *optional*): `assistant_confidence_threshold` in [0, 1); by default the drafter's own.
+
+    Raises:
+        `CommandError`: a sampling option was given for greedy decoding.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if threshold is not None:
+        options["assistant_confidence_threshold"] = threshold
+    for argument, value in (("--top-p", top_p), ("--top-k", top_k)):
+        if value is not None and temperature == 0:
+            raise CommandError(f"{argument} {value}: it has no effect at --temperature 0; set --temperature above 0")
+    if temperature > 0:
+        options["temperature"] = temperature
+        options |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
+    return options

@@ -1,0 +1,123 @@
+"""
+Logits to tokens, and the rule that keeps the target's distribution. All randomness of decoding comes from
+[`draw_tokens`] and [`draw_accepts`], so that a test can enumerate every outcome.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+def probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension, in float32 or better."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1)
+
+
+def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
+    """One token a row from `(rows, vocab_size)` probabilities: `torch.LongTensor` of shape `(rows,)`."""
+    return torch.multinomial(probs, num_samples=1).squeeze(1)
+
+
+def draw_accepts(accept_probs: torch.Tensor) -> torch.BoolTensor:
+    """A coin for each acceptance probability, of the same shape."""
+    return torch.rand_like(accept_probs) < accept_probs
+
+
+@dataclass
+class Verdict:
+    """
+    What verification decided.
+
+    Attributes:
+        accepted (`torch.LongTensor` of shape `(rows,)`): Length of each row's accepted prefix.
+        tokens (`torch.LongTensor` of shape `(rows, longest verify_length + 1)`): Each row's accepted drafts, followed
+            by the target's own token; what comes after that is of no meaning.
+    """
+
+    accepted: torch.LongTensor
+    tokens: torch.LongTensor
+
+
+class Verification:
+    """
+    A flattened stream of scores seen row by row: row `r` has `verify_lengths[r]` drafts and one score more.
+
+    Args:
+        drafts (`torch.LongTensor` of shape `(rows, block_size)`): Draft tokens.
+        verify_lengths (`list[int]`): Drafts of each row that the target saw.
+    """
+
+    def __init__(self, drafts: torch.LongTensor, verify_lengths: list[int]):
+        longest = max(verify_lengths)
+        self.drafts = drafts[:, :longest]
+        lengths = torch.tensor(verify_lengths, device=drafts.device)
+        first = (lengths + 1).cumsum(0) - lengths - 1
+        steps = torch.arange(longest + 1, device=drafts.device)
+        self.lengths = lengths
+        self.index = torch.minimum(first[:, None] + steps, (first + lengths)[:, None])  # (rows, longest + 1)
+        self.sent = steps[:longest] < lengths[:, None]
+
+    def _verdict(self, accepts: torch.BoolTensor, own_tokens) -> Verdict:
+        accepted = (accepts & self.sent).long().cumprod(dim=1).sum(dim=1)
+        tokens = torch.cat([self.drafts, self.drafts.new_zeros(len(self.drafts), 1)], dim=1)
+        return Verdict(accepted, tokens.scatter(1, accepted[:, None], own_tokens(accepted)[:, None]))
+
+    def greedy(self, scores: torch.Tensor, synthetic: float | None = None) -> Verdict:
+        """
+        Accept while the draft is the target's argmax.
+
+        Args:
+            scores (`torch.Tensor` of shape `(sum(verify_lengths) + rows, vocab_size)`): The target's processed scores.
+            synthetic (`float`, *optional*): Accept each draft with this probability instead, right or wrong.
+        """
+        choices = scores.argmax(dim=-1)[self.index]  # (rows, longest + 1)
+        accepts = self.drafts == choices[:, :-1]
+        if synthetic is not None:
+            accepts = draw_accepts(torch.full(accepts.shape, synthetic, device=scores.device))
+        return self._verdict(accepts, lambda accepted: choices.gather(1, accepted[:, None]).squeeze(1))
+
+    def sampled(
+        self, target_probs: torch.Tensor, draft_probs: torch.Tensor, synthetic: float | None = None
+    ) -> Verdict:
+        """
+        Rejection sampling: accept draft x with probability min(1, target_probs(x) / draft_probs(x)); at the first
+        rejection draw from the positive part of `target_probs - draft_probs`.
+
+        Args:
+            target_probs (`torch.Tensor` of shape `(sum(verify_lengths) + rows, vocab_size)`): Of the target.
+            draft_probs (`torch.Tensor` of shape `(rows, block_size, vocab_size)`): The very tensor that the drafts
+                were drawn from.
+            synthetic (`float`, *optional*): Accept each draft with this probability instead, right or wrong.
+
+        Source: DSpark, "Speculative Decoding: Draft, Then Verify"; Leviathan et al. 2023, Algorithm 1.
+        """
+        longest = self.drafts.shape[1]
+        of_target = target_probs[self.index[:, :longest], self.drafts]
+        of_drafter = draft_probs[:, :longest].gather(2, self.drafts[..., None]).squeeze(2)
+        accept_probs = (of_target / of_drafter).clamp(max=1.0)
+        if synthetic is not None:
+            accept_probs = torch.full_like(accept_probs, synthetic)
+        accepts = draw_accepts(accept_probs)
+
+        def own_tokens(accepted: torch.LongTensor) -> torch.LongTensor:
+            probs = target_probs[self.index.gather(1, accepted[:, None]).squeeze(1)]
+            if longest == 0:
+                return draw_tokens(probs)
+            rows = torch.arange(len(accepted), device=accepted.device)
+            of_rejected = draft_probs[rows, accepted.clamp(max=longest - 1)]
+            rejected = (accepted < self.lengths)[:, None]
+            return draw_tokens(torch.where(rejected, residual(probs, of_rejected), probs))
+
+        return self._verdict(accepts, own_tokens)
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """
+    The distribution of the token that replaces a rejected draft, of the same shape as the arguments.
+
+    Where both distributions are equal nothing is left over; a rejection there is a rounding of the uniform draw, and
+    the target's own distribution is the answer.
+    """
+    left = (target_probs - draft_probs).clamp(min=0.0)
+    total = left.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, left / total.clamp(min=torch.finfo(left.dtype).tiny), target_probs)

@@ -1,0 +1,70 @@
+"""What a speculative call did: rounds, acceptance, seconds."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpeculativeStats:
+    """
+    Counts of one `generate` call.
+
+    Attributes:
+        rounds (`int`): Verification rounds, counted for each row that took part.
+        drafted, verified, accepted (`int`): Draft tokens drawn, sent to the target, kept.
+        sent_by_position, accepted_by_position (`list[int]`): For each block position, how often the drafts before it
+            had been accepted and it was sent; and was accepted as well.
+        seconds_prefill, seconds_draft, seconds_verify, seconds_rest (`float`): Wall time by part of the call; on an
+            accelerator, where calls return early, the time until they returned.
+        rows (`list[SpeculativeStats]`): The same counts for each row of a batch, without seconds.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    sent_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    seconds_prefill: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_rest: float = 0.0
+    rows: list["SpeculativeStats"] = field(default_factory=list)
+
+    def record(self, drafted: int, verified: int, accepted: int) -> None:
+        """Count one row's round."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.verified += verified
+        self.accepted += accepted
+        missing = max(verified - len(self.sent_by_position), 0)
+        self.sent_by_position += [0] * missing
+        self.accepted_by_position += [0] * missing
+        for position in range(min(accepted + 1, verified)):
+            self.sent_by_position[position] += 1
+            self.accepted_by_position[position] += position < accepted
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens a round, the target's own token included (the paper's tau); `None` before the first round."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted over verified drafts, the target's own token excluded; `None` if none was verified."""
+        return self.accepted / self.verified if self.verified else None
+
+    @property
+    def acceptance_by_position(self) -> list[float | None]:
+        """For each block position, accepted over sent among the rounds whose earlier drafts were all accepted."""
+        pairs = zip(self.accepted_by_position, self.sent_by_position, strict=True)
+        return [accepted / sent if sent else None for accepted, sent in pairs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, ratios and seconds as plain values."""
+        names = ("rounds", "drafted", "verified", "accepted", "mean_acceptance_length", "draft_acceptance_rate")
+        seconds = ("seconds_prefill", "seconds_draft", "seconds_verify", "seconds_rest")
+        values = {name: getattr(self, name) for name in (*names, "acceptance_by_position", *seconds)}
+        if self.rows:
+            values["rows"] = [{name: getattr(row, name) for name in names} for row in self.rows]
+        return values
