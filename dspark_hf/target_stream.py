@@ -113,7 +113,7 @@ def prefill(
     if model_kwargs.get(CACHE_NAME) is None:
         model_kwargs |= {CACHE_NAME: DynamicCache(config=text_config(target)), "use_cache": True}
     cache = model_kwargs[CACHE_NAME]
-    cached_length = cache.get_seq_length()
+    cached_length = int(cache.get_seq_length())  # a static cache counts in a tensor that the prefill changes
     num_layers = text_config(target).num_hidden_layers
     model_kwargs["output_hidden_states"] = hidden_states_request(taps, bool(generation_config.output_hidden_states))
     chunks, thread = [], threading.get_ident()
