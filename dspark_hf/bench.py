@@ -7,6 +7,7 @@ times a bare one-token step of the target, over what the two forwards of a round
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ from .loading import CommandError, Pair, generation_options, load_pair, reportin
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from rich.table import Table
 
     from .statistics import SpeculativeStats
 
@@ -43,6 +45,15 @@ class Method:
     arguments: dict[str, Any] = field(default_factory=dict)
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     speculative: bool = False
+
+
+@dataclass(frozen=True)
+class BareForwards:
+    """Seconds of forwards outside the loop: a one-token step of the target T(1), a block's draft, a verification."""
+
+    step: float
+    draft: float
+    verify: float
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,41 @@ def bare_step_seconds(pair: Pair, token_ids: Sequence[int], context_length: int,
     return statistics.median(times)
 
 
+def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> float:
+    """Median time of a bare greedy draft: one backbone pass and the sequential loop, without the engine around it.
+
+    Args:
+        pair (`Pair`): its drafter is measured.
+        context_length (`int`): positions remembered before each draft.
+        new_tokens (`int`): positions observed since the draft before, at least 1.
+
+    Returns:
+        `float`: seconds a block.
+    """
+    import torch
+
+    from .modeling.modeling_dspark import DraftContext
+
+    drafter, target = pair.drafter, pair.target
+    config, device = drafter.config, drafter.device
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    width = len(config.target_layer_ids) * config.target_hidden_size
+    block = torch.full((1, config.block_size), config.mask_token_id, device=device)
+    context = DraftContext(config, [0], capacity=2 * context_length)
+    times = []
+    with torch.no_grad():
+        for step in range(1 + BARE_STEPS):
+            length = new_tokens if step else context_length
+            taps = torch.randn(length, width, device=device, dtype=drafter.dtype)
+            _synchronize(pair)
+            begin = time.perf_counter()
+            hidden = drafter(drafter.embed(block, embedding), taps, [length], context)
+            drafter.draft(hidden, block[:, 0], head)
+            _synchronize(pair)
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
 def read_prompts(source: str | None, limit: int | None = None) -> dict[str, list[str]]:
     """Prompt sets by name.
 
@@ -220,7 +266,8 @@ def run_methods(
             bare = _bare_steps(pair, inputs, calls, methods)
             for method in methods:
                 place = {"set": name, "prompt": index, "repetition": repetition, "method": method.name}
-                records.append(place | _record(calls[method.name], calls[methods[0].name], bare, method))
+                call = calls[method.name]
+                records.append(place | _record(call, calls[methods[0].name], bare(call.stats), method))
             progress.write(_progress_line(name, index, calls, methods), file=sys.stderr)
     return records
 
@@ -251,23 +298,30 @@ def _check_lengths(pair: Pair, encoded: dict[str, list[dict[str, torch.Tensor]]]
 
 def _bare_steps(
     pair: Pair, inputs: dict[str, torch.Tensor], calls: dict[str, Call], methods: Sequence[Method]
-) -> dict[int, float]:
-    """Bare forwards at the middle of what was generated: one token, and as many as each method verified a round."""
+) -> Callable[[SpeculativeStats | None], BareForwards]:
+    """Bare forwards at the middle of what was generated, by the statistics of a call."""
     prompt = inputs["input_ids"][0].tolist()
     text = prompt + calls[methods[0].name].new_token_ids
     context_length = (len(prompt) + len(text)) // 2
-    widths = {1} | {width for call in calls.values() if (width := _verified_width(call.stats)) is not None}
-    return {width: bare_step_seconds(pair, text, context_length, width) for width in sorted(widths)}
+    one = bare_step_seconds(pair, text, context_length, 1)
+
+    @functools.cache
+    def of_widths(verified: int, kept: int) -> BareForwards:
+        return BareForwards(
+            one,
+            bare_draft_seconds(pair, context_length, kept),
+            bare_step_seconds(pair, text, context_length, verified),
+        )
+
+    def of_call(stats: SpeculativeStats | None) -> BareForwards:
+        if stats is None or stats.rounds == 0:
+            return BareForwards(one, 0.0, one)
+        return of_widths(round(stats.verified / stats.rounds) + 1, round(stats.mean_acceptance_length))
+
+    return of_call
 
 
-def _verified_width(stats: SpeculativeStats | None) -> int | None:
-    """Tokens that an average round's verification ran over: its drafts and the token before them."""
-    if stats is None or stats.rounds == 0:
-        return None
-    return round(stats.verified / stats.rounds) + 1
-
-
-def _record(call: Call, baseline: Call, bare: dict[int, float], method: Method) -> dict[str, Any]:
+def _record(call: Call, baseline: Call, bare: BareForwards, method: Method) -> dict[str, Any]:
     """A call as plain values, with what a round cost if it was speculative."""
     record: dict[str, Any] = {
         "new_tokens": len(call.new_token_ids),
@@ -275,45 +329,42 @@ def _record(call: Call, baseline: Call, bare: dict[int, float], method: Method) 
         "tokens_per_second": call.tokens_per_second,
         "ratio": call.tokens_per_second / baseline.tokens_per_second,
         "same_text": call.new_token_ids == baseline.new_token_ids,
-        "t1": bare[1],
+        "t1": bare.step,
     }
     if method.speculative and call.stats is not None and call.stats.rounds > 0:
         record["stats"] = call.stats.to_dict()
-        record |= round_costs(call.stats, call.seconds, bare[1], bare[_verified_width(call.stats) or 1])
+        record |= round_costs(call.stats, call.seconds, bare)
     return record
 
 
-def round_costs(stats: SpeculativeStats, seconds: float, t1: float, bare_verify: float) -> dict[str, float]:
+def round_costs(stats: SpeculativeStats, seconds: float, bare: BareForwards) -> dict[str, float]:
     """What a round cost, and Equation 1's bound.
 
     Args:
         stats (`SpeculativeStats`): of one call with at least one round.
         seconds (`float`): the whole call, measured from outside.
-        t1 (`float`): seconds of a bare one-token step of the target, T(1).
-        bare_verify (`float`): seconds of a bare target forward over as many tokens as a round verified.
+        bare (`BareForwards`): the same forwards outside the loop.
 
     Returns:
         `dict[str, float]`: `t_draft`, `t_verify` and `t_outside` (seconds a round; the last is all that is neither
-        forward nor prefill), `outside_share` (of a round), `draft_share` (`t_draft` over T(1)), `bound` (Equation 1),
-        `reached` (of the bound, by the speed after prefill against a loop of bare one-token steps), `bare_verify` and
-        `bound_bare` (Equation 1 with the bare forward as T_verify).
+        forward nor prefill), `outside_share` (of a round), `draft_share` (`t_draft` over T(1)), `bare_draft` and
+        `bare_verify`, `bound` (Equation 1 with the bare forwards) and `reached` (of the bound, by the speed after the
+        prefill against a loop of bare one-token steps).
 
     Source: Equation 1 of arXiv 2607.05147.
     """
-    tau = stats.mean_acceptance_length
     t_draft, t_verify = stats.seconds_draft / stats.rounds, stats.seconds_verify / stats.rounds
     t_round = (seconds - stats.seconds_prefill) / stats.rounds
-    bound = tau * t1 / (t_draft + t_verify)
     return {
         "t_draft": t_draft,
         "t_verify": t_verify,
         "t_outside": t_round - t_draft - t_verify,
         "outside_share": 1 - (t_draft + t_verify) / t_round,
-        "draft_share": t_draft / t1,
-        "bound": bound,
-        "reached": tau * t1 / t_round / bound,
-        "bare_verify": bare_verify,
-        "bound_bare": tau * t1 / (t_draft + bare_verify),
+        "draft_share": t_draft / bare.step,
+        "bare_draft": bare.draft,
+        "bare_verify": bare.verify,
+        "bound": stats.mean_acceptance_length * bare.step / (bare.draft + bare.verify),
+        "reached": (bare.draft + bare.verify) / t_round,
     }
 
 
@@ -356,8 +407,8 @@ def _summarise_calls(calls: Sequence[dict[str, Any]]) -> dict[str, float | int |
     tokens = sum(call["stats"]["mean_acceptance_length"] * call["stats"]["rounds"] for call in with_rounds)
     values["mean_acceptance_length"] = tokens / rounds
     values["draft_acceptance_rate"] = accepted / verified if verified else None
-    costs = ("t_draft", "t_verify", "t_outside", "outside_share", "draft_share", "bound", "reached")
-    for key in (*costs, "bare_verify", "bound_bare"):
+    costs = ("t_draft", "t_verify", "t_outside", "outside_share", "draft_share", "bare_draft", "bare_verify")
+    for key in (*costs, "bound", "reached"):
         values[key] = statistics.median(call[key] for call in with_rounds)
     return values
 
@@ -377,24 +428,29 @@ def _progress_line(name: str, index: int, calls: dict[str, Call], methods: Seque
 
 
 def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], console: Console, greedy: bool) -> None:
-    """Two tables: speed by set and method, and where a round's time goes against Equation 1."""
+    """Tables within 80 columns: speed by set and method, then where a round's time goes against Equation 1.
+
+    Args:
+        summary (`dict`): as [`summarise`] returns it.
+        console (`rich.console.Console`): prints.
+        greedy (`bool`): whether texts are expected to be identical.
+    """
     from rich.table import Table
 
+    names = [name for name in summary if name != "macro" or len(summary) > 2]
+    methods = list(summary["macro"])
     speed = Table(title="Speed (medians; ratio between neighbouring calls)")
-    for column in ("prompts", "method", "tok/s", "ratio", "tokens a round", "accepted", "same text"):
-        speed.add_column(column, justify="left" if column in ("prompts", "method") else "right")
-    rounds = Table(title="A round against Equation 1 (milliseconds; T(1) is a bare one-token step)")
-    for column in (
-        "prompts", "method", "T(1)", "draft", "verify", "bare verify", "outside", "outside %", "draft/T(1)", "bound",
-        "reached %",
-    ):  # fmt: skip
-        rounds.add_column(column, justify="left" if column in ("prompts", "method") else "right")
-    for name, methods in summary.items():
-        for method, row in methods.items():
+    for column in ("prompts", "method"):
+        speed.add_column(column, no_wrap=True)
+    for column in ("tok/s", "ratio", "tokens\na round", "accepted", "same\ntext"):
+        speed.add_column(column, justify="right", no_wrap=True)
+    for name in names:
+        for method in methods:
+            row = summary[name][method]
             # Drawn text differs by nature, and synthetic text is not meant to agree.
-            comparable = greedy and "synthetic" not in method and method != next(iter(methods))
+            comparable = greedy and "synthetic" not in method and method != methods[0]
             speed.add_row(
-                name,
+                name if method == methods[0] else "",
                 method,
                 _number(row["tokens_per_second"], ".1f"),
                 _number(row["ratio"], ".2f"),
@@ -402,22 +458,47 @@ def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], c
                 _number(row.get("draft_acceptance_rate"), ".2f"),
                 _number(row["same_text"], ".0%") if comparable else "–",
             )
-            if row.get("bound") is not None:
-                times = [row["t1"], row["t_draft"], row["t_verify"], row["bare_verify"], row["t_outside"]]
-                rounds.add_row(
-                    name,
-                    method,
-                    *(_number(None if seconds is None else 1000 * seconds, ".1f") for seconds in times),
-                    _number(row["outside_share"], ".0%"),
-                    _number(row["draft_share"], ".2f"),
-                    _number(row["bound"], ".2f"),
-                    _number(row["reached"], ".0%"),
-                )
         speed.add_section()
-        rounds.add_section()
     console.print(speed)
-    if rounds.row_count:
-        console.print(rounds)
+    for method in methods:
+        if summary["macro"][method].get("bound") is not None:
+            console.print(_round_table(method, {name: summary[name][method] for name in names}))
+
+
+def _round_table(method: str, rows: dict[str, dict[str, float | int | None]]) -> Table:
+    """What a round of one method costs, by prompt set; times in milliseconds."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{method}: a round against Equation 1 (ms; bare is a forward outside the loop)",
+        box=None,
+        padding=(0, 1),
+    )
+    table.add_column("prompts", no_wrap=True)
+    columns = (
+        "T(1)",
+        "draft",
+        "bare\ndraft",
+        "verify",
+        "bare\nverify",
+        "out-\nside",
+        "draft/\nT(1)",
+        "bound",
+        "reach-\ned",
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        seconds = [row[key] for key in ("t1", "t_draft", "bare_draft", "t_verify", "bare_verify")]
+        table.add_row(
+            name,
+            *(_number(None if value is None else 1000 * value, ".1f") for value in seconds),
+            _number(row["outside_share"], ".0%"),
+            _number(row["draft_share"], ".2f"),
+            _number(row["bound"], ".2f"),
+            _number(row["reached"], ".0%"),
+        )
+    return table
 
 
 def _number(value: float | int | None, style: str) -> str:

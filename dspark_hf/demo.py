@@ -111,10 +111,12 @@ def print_comparison(comparisons: Sequence[Comparison], pair: Pair, console: Con
 
     from .terminal import format_positions
 
-    table = Table(title="Plain generate against DSpark, in turn in this run")
-    for column in ("prompt", "tokens", "plain tok/s", "DSpark tok/s", "ratio", "mean_acceptance_length"):
+    table = Table(title="Plain generate against DSpark, in turn in this run, by prompt")
+    # Two-line headings keep the table within 80 columns.
+    for column in ("#", "tokens", "plain\ntok/s", "DSpark\ntok/s", "ratio"):
         table.add_column(column, justify="right")
-    table.add_column("identical text", justify="right")
+    table.add_column("mean_acceptance_length", justify="right", no_wrap=True)
+    table.add_column("identical\ntext", justify="right")
     for number, comparison in enumerate(comparisons, start=1):
         identical = "yes" if comparison.first_difference is None else "no"
         length = _mean_acceptance_length([comparison])
@@ -125,7 +127,7 @@ def print_comparison(comparisons: Sequence[Comparison], pair: Pair, console: Con
             f"{comparison.dspark_speed:.1f}",
             f"{comparison.ratio:.2f}",
             "–" if length is None else f"{length:.2f}",
-            identical if greedy else "not expected (sampling)",
+            identical if greedy else "sampled",
         )
     console.print(table)
     acceptance = acceptance_by_position([call for comparison in comparisons for call in comparison.dspark])

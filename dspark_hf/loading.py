@@ -103,13 +103,13 @@ def load_pair(target: str = DEMO, drafter: str | None = None, dtype: str = "auto
     Raises:
         `CommandError`: something given cannot be loaded.
     """
+    check_source("--target", target)
     if drafter is None:
         if target != DEMO:
             raise CommandError(
                 f"--drafter is missing: --target {target!r} needs a drafter trained for it; give its folder or Hub id"
             )
         drafter = DEMO
-    check_source("--target", target)
     check_source("--drafter", drafter)
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")

@@ -1,0 +1,156 @@
+"""The command line: what it accepts, and that bad input is one line that names argument, value and fix."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dspark_hf import bench, cli, demo, loading
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Exit code and stderr of a command."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, capsys.readouterr().err
+
+
+BAD_INPUT = [
+    (["generate", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0"]),
+    (["generate", "--prompt", "x", "--temperature", "nan"], ["--temperature", "nan", "at least 0"]),
+    (["generate", "--prompt", "x", "--top-p", "1.5"], ["--top-p", "1.5", "at most 1"]),
+    (["generate", "--prompt", "x", "--top-p", "0.9"], ["--top-p", "0.9", "--temperature above 0"]),
+    (["generate", "--prompt", "x", "--top-k", "5"], ["--top-k", "5", "--temperature above 0"]),
+    (["generate", "--prompt", "x", "--max-new-tokens", "0"], ["--max-new-tokens", "0", "at least 1"]),
+    (["generate", "--prompt", "x", "--max-new-tokens", "ten"], ["--max-new-tokens", "'ten'", "whole number"]),
+    (["generate", "--prompt", "x", "--threshold", "1"], ["--threshold", "1", "below 1"]),
+    (["generate", "--prompt", "x", "--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+    (["generate", "--prompt", ""], ["--prompt", "''", "give a text"]),
+    (["generate"], ["--prompt", "required"]),
+    (["generate", "--prompt", "x", "--target", "./nowhere"], ["--target", "./nowhere", "no such folder"]),
+    (["generate", "--prompt", "x", "--target", "org/model"], ["--drafter is missing", "org/model"]),
+    (["generate", "--prompt", "x", "--drafter", "/no/where"], ["--drafter", "/no/where", "no such folder"]),
+    (["bench", "--prompts", "/no/where"], ["--prompts", "/no/where", "no such file"]),
+    (["bench", "--output", "/no/where/bench.json"], ["--output", "/no/where", "does not exist"]),
+    (["bench", "--synthetic-acceptance", "0.5", "2"], ["--synthetic-acceptance", "2", "from 0 to 1"]),
+    (["bench", "--repetitions", "-3"], ["--repetitions", "-3", "at least 1"]),
+    (["nonsense"], ["nonsense", "demo"]),
+    ([], ["COMMAND"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "parts"), BAD_INPUT, ids=lambda value: " ".join(value) or "nothing")
+def test_bad_input_is_one_line_naming_argument_value_and_fix(capsys, argv, parts):
+    code, message = run(capsys, *argv)
+    assert code == 2
+    assert message.count("\n") == 1 and "Traceback" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("kind", ["empty folder", "file"])
+def test_a_target_that_is_no_checkpoint(capsys, tmp_path, kind):
+    path = tmp_path if kind == "empty folder" else tmp_path / "model.gguf"
+    if kind == "file":
+        path.write_text("")
+    code, message = run(capsys, "generate", "--prompt", "x", "--target", str(path), "--drafter", "demo")
+    assert code == 2 and "--target" in message and str(path) in message
+
+
+def test_an_unknown_device(capsys):
+    code, message = run(capsys, "generate", "--prompt", "x", "--device", "abacus")
+    assert code == 2 and "--device 'abacus'" in message and "cpu" in message
+
+
+def test_a_cuda_device_that_is_not_there(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    code, message = run(capsys, "generate", "--prompt", "x", "--device", "cuda:3")
+    assert code == 2 and "--device 'cuda:3'" in message and "--device cpu" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [("{", "is not JSON"), ('{"text": "x"}', "field 'prompt'"), ('["x"]', "field 'prompt'"), ("", "has no prompts")],
+)
+def test_bad_prompt_files_name_file_and_line(tmp_path, line, complaint):
+    file = tmp_path / "set.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(loading.CommandError, match=complaint) as caught:
+        bench.read_prompts(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_prompts_are_read_by_file_and_limited(tmp_path):
+    for name in ("b", "a"):
+        lines = [json.dumps({"prompt": f"{name}{number}"}) for number in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n\n")
+    assert bench.read_prompts(str(tmp_path), limit=2) == {"a": ["a0", "a1"], "b": ["b0", "b1"]}
+    assert list(bench.read_prompts(str(tmp_path / "a.jsonl"))) == ["a"]
+
+
+def test_bundled_prompts_are_the_default():
+    prompts = bench.read_prompts(None)["school-maths"]
+    assert len(prompts) >= demo.PROMPTS == 3
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["bench"], ["env"]])
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--help"])
+    assert stop.value.code == 0
+    assert "usage: dspark" in capsys.readouterr().out
+
+
+def test_arguments_are_those_of_the_functions():
+    """Every option reaches its command's function: a renamed one would be an unexpected keyword."""
+    import inspect
+
+    parser = cli.build_parser()
+    for argv, function in (
+        (["demo"], demo.run),
+        (["generate", "--prompt", "x"], cli._run_generate),
+        (["bench"], bench.run),
+    ):
+        arguments = set(vars(parser.parse_args(argv))) - {"run", "command"}
+        assert arguments == set(inspect.signature(function).parameters)
+
+
+def test_interrupt_is_quiet(capsys, monkeypatch):
+    def interrupted(**arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    code, message = run(capsys, "demo")
+    assert code == 130 and "interrupted" in message and "Traceback" not in message
+
+
+def test_env_names_versions(capsys):
+    assert cli.main(["env"]) == 0
+    output = capsys.readouterr().out
+    for name in ("transformers: ", "torch: ", "python: ", "processor: "):
+        assert name in output
+
+
+def test_generation_options():
+    assert loading.generation_options(8) == {"max_new_tokens": 8, "do_sample": False}
+    sampled = loading.generation_options(8, 0.7, top_p=0.9, top_k=0, threshold=0.5)
+    assert sampled == {
+        "max_new_tokens": 8,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "assistant_confidence_threshold": 0.5,
+    }
+
+
+def test_module_runs_as_a_program():
+    result = subprocess.run(
+        [sys.executable, "-m", "dspark_hf", "bench", "--limit", "0"], capture_output=True, text=True
+    )
+    assert result.returncode == 2 and "--limit" in result.stderr and "Traceback" not in result.stderr
