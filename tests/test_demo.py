@@ -133,7 +133,7 @@ def test_summary_takes_medians_pools_rounds_and_averages_sets():
             one = stats([(7, 3)], prefill=0.0, draft=0.1, verify=0.3)
             base = {"set": name, "same_text": True, "tokens_per_second": ratio, "t1": 0.2}
             records.append(base | {"method": bench.PLAIN, "ratio": 1.0})
-            costs = bench.round_costs(one, 0.5, 0.2, 0.3)
+            costs = bench.round_costs(one, 0.5, bench.BareForwards(0.2, 0.1, 0.3))
             records.append(base | {"method": bench.DSPARK, "ratio": ratio, "stats": one.to_dict()} | costs)
     summary = bench.summarise(records)
     assert summary["a"][bench.DSPARK]["ratio"] == 2.0
