@@ -13,7 +13,7 @@ from .processing import ProcessorChain
 from .sampling import probabilities
 from .scheduling import lengths_by_threshold
 from .sequences import Sequences
-from .target_stream import text_config
+from .target_outputs import text_config
 
 
 @dataclass
@@ -115,12 +115,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores = logits.to(home)
             if self.processors:
                 scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-                scores = self.processors([(row, sequences.prefix(row, slot)) for row in rows], scores)
+                scores = self.processors([(row, sequences.prefix(row, slot), slot) for row in rows], scores)
             if self.do_sample:
                 drawn_from.append(probabilities(scores))
                 tokens = sampling.draw_tokens(drawn_from[-1])
             else:
-                tokens = scores.argmax(dim=-1)
+                tokens = sampling.most_likely(scores)
             if self.processors:
                 for index, row in enumerate(rows):
                     sequences.put(row, tokens[index : index + 1], at=slot)

@@ -42,22 +42,17 @@ def hidden_states_request(taps: Sequence[int], keep_all: bool) -> bool | list[in
 
 def tapped_hidden_states(
     hidden_states: Sequence[torch.Tensor | None], taps: Sequence[int], num_layers: int
-) -> torch.Tensor:
+) -> list[torch.Tensor | None]:
     """
-    Concatenate the tapped layers' outputs.
+    Pick the tapped layers' outputs.
 
     Args:
-        hidden_states (`Sequence` of `torch.Tensor` of shape `(rows, length, hidden_size)` or `None`):
-            As a model returned them to [`hidden_states_request`].
+        hidden_states (`Sequence` of `torch.Tensor` or `None`): As a model returned them to [`hidden_states_request`].
         taps (`Sequence[int]`): Layer ids; -1 is the embedding output.
         num_layers (`int`): The target's number of layers.
-
-    Returns:
-        `torch.Tensor` of shape `(rows, length, taps * hidden_size)`.
     """
     offset = len(hidden_states) - num_layers  # 1 where the embedding output is entry 0
-    states = [hidden_states[tap + offset] for tap in taps]
-    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+    return [hidden_states[tap + offset] if tap + offset >= 0 else None for tap in taps]
 
 
 def is_croppable(cache: Cache) -> bool:

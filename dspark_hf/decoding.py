@@ -25,13 +25,15 @@ from transformers.generation.streamers import BaseStreamer
 from . import sampling
 from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits, check_threshold
 from .compat import CACHE_NAME
+from .flattened_stream import FlattenedStream
 from .processing import ProcessorChain
 from .sampling import Verdict, Verification
 from .sequences import Sequences
 from .slot_cache import UnsupportedAttention
 from .statistics import SpeculativeStats
 from .streaming import DSparkStreamer
-from .target_stream import FlattenedStream, StreamOutput, mark_unstreamable, open_stream, prefill
+from .target_outputs import StreamOutput, prefill
+from .target_stream import mark_unstreamable, open_stream
 
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class _Stops:
             int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()
         }
         self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+        # Plain `generate` fills up finished rows only if something here knows end tokens; otherwise they go on.
+        self.fill_up = any(hasattr(c, "eos_token_id") for c in criteria)
 
     def __call__(self, prefix: torch.LongTensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> bool:
         """Whether a row, `prefix` of shape `(1, length)` that ends with `token`, is finished."""
@@ -259,8 +263,8 @@ class _Run:
         self.taps = drafter.config.target_layer_ids
         self.do_sample = generation_config.do_sample
         self.synthetic = _synthetic.get()
-        self.processors = ProcessorChain(logits_processor, batch)
         self.stops = _Stops(stopping_criteria)
+        self.processors = ProcessorChain(logits_processor, batch, self.stops.end_tokens)
         self.recorder = _Recorder(generation_config, batch)
         self.stats = SpeculativeStats(rows=[SpeculativeStats() for _ in range(batch)])
         block_size = drafter.config.block_size
@@ -269,7 +273,7 @@ class _Run:
         self.pad_token_id = _pad_token(generation_config)
         self.output_streamer = _OutputStreamer(streamer, batch, self.pad_token_id)
         self.active = list(range(batch))
-        self.stopped_at: dict[int, int] = {}
+        self.stopped_at: dict[int, int] = {}  # length of each row that is finished
 
     def __call__(self, model_kwargs: dict[str, Any]) -> DSparkGenerateOutput | torch.LongTensor:
         clock = _Clock()
@@ -298,20 +302,16 @@ class _Run:
 
     def _choose_first(self, logits: torch.Tensor) -> None:
         """The first anchors: the target's own tokens after the prompt."""
-        scores, raw = self._process(logits, [(row, self.sequences.prefix(row)) for row in self.active])
+        scores, raw = self._process(logits, [(row, self.sequences.prefix(row), 0) for row in self.active])
         if self.do_sample:
             tokens = sampling.draw_tokens(sampling.probabilities(scores))
         else:
-            tokens = scores.argmax(dim=-1)
+            tokens = sampling.most_likely(scores)
         self.processors.commit(len(self.active))
-        stops = []
         for row, token in enumerate(tokens.tolist()):
             self.sequences.put(row, tokens[row : row + 1])
-            _, stopped = self._append(
-                row, [token], 0, scores[row : row + 1], None if raw is None else raw[row : row + 1]
-            )
-            stops.append(stopped)
-        self._retire(stops)
+            self._append(row, [token], 0, scores[row : row + 1], None if raw is None else raw[row : row + 1])
+        self._retire()
         self.output_streamer.flush(self.active)
 
     def _draft(self) -> Candidates | None:
@@ -327,9 +327,14 @@ class _Run:
 
     def _room(self, row: int) -> int:
         """Drafts of a row that can still be of use: all but the last token that may come."""
-        if self.stops.max_length is None:
+        limit = self._common_length() if row in self.stopped_at else self.stops.max_length
+        if limit is None:
             return self.drafts.block_size
-        return max(self.stops.max_length - self.sequences.lengths[row] - 1, 0)
+        return max(limit - self.sequences.lengths[row] - 1, 0)
+
+    def _common_length(self) -> int:
+        """The length that all rows are going to have at least, where finished rows are not filled up but go on."""
+        return max(self.stopped_at.get(row, length + 1) for row, length in enumerate(self.sequences.lengths))
 
     def _verify(self, candidates: Candidates | None) -> StreamOutput:
         """Run each row's anchor and scheduled drafts through the target."""
@@ -374,37 +379,37 @@ class _Run:
             for index, row in enumerate(rows):
                 self.sequences.put(row, candidates.tokens[index, : lengths[index]])
         prefixes = [
-            (row, self.sequences.prefix(row, step))
+            (row, self.sequences.prefix(row, step), step)
             for row, length in zip(rows, lengths, strict=True)
             for step in range(length + 1)
         ]
         scores, raw = self._process(output.logits, prefixes)
         verdict = self._judge(candidates, lengths, scores)
         outcome = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the round's one wait
-        kept, stops = [], []
+        kept = []
         for index, (row, (accepted, *tokens)) in enumerate(zip(rows, outcome, strict=True)):
             self.sequences.put(row, verdict.tokens[index, : accepted + 1])
             place = slice(starts[index], starts[index] + accepted + 1)
             total = self.sequences.lengths[row] + lengths[index]
-            count, stopped = self._append(
+            if row not in self.stopped_at:
+                drafted = self.drafts.block_size if candidates is not None else 0
+                for stats in (self.stats, self.stats.rows[row]):
+                    stats.record(drafted, lengths[index], accepted)
+            count = self._append(
                 row, tokens[: accepted + 1], accepted, scores[place], None if raw is None else raw[place]
             )
             self.recorder.states(row, count, output, starts[index], index, total)
-            drafted = self.drafts.block_size if candidates is not None else 0
-            for stats in (self.stats, self.stats.rows[row]):
-                stats.record(drafted, lengths[index], accepted)
             kept.append(count)
-            stops.append(stopped)
         self.processors.commit(kept[0])
         self.stream.advance(kept)
         places = [start + step for start, count in zip(starts, kept, strict=True) for step in range(count)]
         taps = output.taps if len(places) == len(output.taps) else output.taps[places]
         self.drafts.observe(taps, kept)
-        self._retire(stops)
+        self._retire()
         self.output_streamer.flush(self.active)
 
     def _process(
-        self, logits: torch.Tensor, prefixes: list[tuple[int, torch.LongTensor]]
+        self, logits: torch.Tensor, prefixes: list[tuple[int, torch.LongTensor, int]]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Processed scores in float32 or better, and the raw logits if they are wanted."""
         device = self.sequences.tokens.device
@@ -433,19 +438,30 @@ class _Run:
 
     def _append(
         self, row: int, tokens: list[int], accepted: int, scores: torch.Tensor, raw: torch.Tensor | None
-    ) -> tuple[int, bool]:
-        """Commit a row's tokens one by one until one of them stops it: how many were, and whether it is finished."""
+    ) -> int:
+        """Commit a row's tokens one by one until one of them stops it: how many were."""
+        goes_on = row in self.stopped_at
         for step, token in enumerate(tokens):
+            if goes_on and self.sequences.lengths[row] >= self._common_length():
+                return step
             self.recorder.token(row, scores[step : step + 1], None if raw is None else raw[step : step + 1])
             self.sequences.lengths[row] += 1
             self.output_streamer.push(row, token, drafted=step < accepted)
-            if self.stops(self.sequences.prefix(row), token, self.recorder.scores_of(row)):
-                return step + 1, True
-        return len(tokens), False
+            if self.stops(self.sequences.prefix(row), token, self.recorder.scores_of(row)) and not goes_on:
+                self.stopped_at[row] = self.sequences.lengths[row]
+                return step + 1
+        return len(tokens)
 
-    def _retire(self, stops: list[bool]) -> None:
+    def _leaves(self, row: int) -> bool:
+        """Whether nothing is to come of a row: it is finished and, with no end token to fill it up, as long as all."""
+        if row not in self.stopped_at or self.stops.fill_up:
+            return row in self.stopped_at
+        all_finished = len(self.stopped_at) == len(self.sequences.lengths)
+        return all_finished and self.sequences.lengths[row] == self._common_length()
+
+    def _retire(self) -> None:
         """Let finished rows leave the stream."""
-        keep = [index for index, stopped in enumerate(stops) if not stopped]
+        keep = [index for index, row in enumerate(self.active) if not self._leaves(row)]
         if len(keep) == len(self.active):
             return
         self.stream.keep_rows(keep)

@@ -4,11 +4,13 @@ others, once, in order.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
+
+from .snapshot import Snapshot
 
 
 # These read only the scores, so all positions can be given to them at once.
@@ -32,36 +34,25 @@ _CANNOT_ROLL_BACK = (
 )
 
 
-def _snapshot(value):
-    """Copy what can change inside a processor (containers and tensors); everything else is taken to be constant."""
-    if isinstance(value, dict):
-        return (
-            type(value)((key, _snapshot(item)) for key, item in value.items())
-            if type(value) is dict
-            else copy.copy(value)
-        )
-    if type(value) in (list, tuple, set):
-        return type(value)(_snapshot(item) for item in value)
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 class ProcessorChain:
     """
     Applies a list of logits processors to positions of several rows.
 
-    Processors of the user's own may keep state in their attributes (numbers, strings, containers, tensors): it is put
-    back after drafting and after rejected positions, so it sees the generated tokens only. With more than one row such
-    a state would mix the rows in an order that plain batched `generate` does not have; it is refused then.
+    Processors of the user's own may keep state in their attributes: it is put back after drafting and after rejected
+    positions, so it sees the generated tokens only. With more than one row such a state would mix the rows in an order
+    that plain batched `generate` does not have; it is refused then.
 
     Args:
         processors (`LogitsProcessorList`): As `generate` prepared them.
         num_rows (`int`): Number of rows.
+        end_tokens (`Collection[int]`): Tokens that end a row. Code of the user's own is not called after a drafted
+            one, where plain `generate` never gets.
 
     Raises:
         `ValueError`: if a processor cannot be used with a drafter.
     """
 
-    def __init__(self, processors: LogitsProcessorList, num_rows: int):
+    def __init__(self, processors: LogitsProcessorList, num_rows: int, end_tokens: Collection[int] = ()):
         for processor in processors:
             if isinstance(processor, _CANNOT_ROLL_BACK):
                 raise ValueError(
@@ -70,25 +61,30 @@ class ProcessorChain:
                 )
         self.processors = list(processors)
         self.num_rows = num_rows
+        self.end_tokens = frozenset(end_tokens)
         self.own = [
             processor
             for processor in self.processors
             if hasattr(processor, "__dict__") and not type(processor).__module__.startswith("transformers.")
         ]
-        self._states: list[list[dict]] = []
+        self.of_rows = [
+            [p if p in self.own else _of_row(p, row, num_rows) for p in self.processors] for row in range(num_rows)
+        ]
+        self._states: list[list[Snapshot]] = []
+        self._constant: list[Snapshot] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.processors)
 
     def __call__(
-        self, prefixes: Sequence[tuple[int, torch.LongTensor]], scores: torch.Tensor, record: bool = False
+        self, prefixes: Sequence[tuple[int, torch.LongTensor, int]], scores: torch.Tensor, record: bool = False
     ) -> torch.Tensor:
         """
         Process the scores of several positions.
 
         Args:
-            prefixes (`Sequence[tuple[int, torch.LongTensor]]`): For each position its row and the tokens before it,
-                of shape `(1, length)`.
+            prefixes (`Sequence[tuple[int, torch.LongTensor, int]]`): For each position its row, the tokens before it,
+                of shape `(1, length)`, and how many of these are drafts.
             scores (`torch.Tensor` of shape `(positions, vocab_size)`): Overwritten or not, as the processors do.
             record (`bool`): Whether to remember the state after each position, for [`ProcessorChain.commit`].
 
@@ -97,68 +93,94 @@ class ProcessorChain:
         """
         if self.own:
             return self._position_by_position(prefixes, scores, record)
-        for processor in self.processors:
+        for number, processor in enumerate(self.processors):
             if type(processor) in _READ_ONLY_SCORES:
                 scores = processor(None, scores)
             else:
                 scores = torch.cat(
                     [
-                        self._apply(processor, row, ids, scores[position : position + 1])
-                        for position, (row, ids) in enumerate(prefixes)
+                        self._apply(number, prefix, scores[position : position + 1])
+                        for position, prefix in enumerate(prefixes)
                     ]
                 )
         return scores
 
-    def _position_by_position(self, prefixes, scores: torch.Tensor, record: bool) -> torch.Tensor:
+    def _position_by_position(
+        self, prefixes: Sequence[tuple[int, torch.LongTensor, int]], scores: torch.Tensor, record: bool
+    ) -> torch.Tensor:
         # A state is only right if each position goes through the whole list before the next one does.
         self._states, processed = [], []
-        for position, (row, ids) in enumerate(prefixes):
+        for position, prefix in enumerate(prefixes):
             row_scores = scores[position : position + 1]
-            for processor in self.processors:
-                row_scores = self._apply(processor, row, ids, row_scores)
+            for number in range(len(self.processors)):
+                row_scores = self._apply(number, prefix, row_scores)
             processed.append(row_scores)
-            if record:
+            if record and self.num_rows == 1:
                 self._states.append(self.state())
+            if self.num_rows > 1 and self._constant is None:  # from the second call on: the first may set things up
+                self._constant = self._snapshots()
+        self._check_constant()
         return torch.cat(processed)
 
-    def _apply(self, processor, row: int, ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        if isinstance(processor, host.PrefixConstrainedLogitsProcessor) and row > 0:
-            # Called on one row alone it would name every row 0.
-            function = processor._prefix_allowed_tokens_fn
-            processor = type(processor)(lambda _, tokens: function(row, tokens), 1)
-        return processor(ids, scores)
-
-    def state(self) -> list[dict]:
-        """The state of the user's own processors."""
-        return [_snapshot(processor.__dict__) for processor in self.own]
-
-    def restore(self, state: list[dict]) -> None:
-        """Put a state back."""
-        for processor, attributes in zip(self.own, state, strict=True):
-            if self.num_rows > 1 and not _same(processor.__dict__, attributes):
+    def _check_constant(self) -> None:
+        for processor, snapshot in zip(self.own, self._constant or [], strict=False):
+            if not snapshot.is_unchanged():
                 raise ValueError(
                     f"The logits processor {type(processor).__name__} changes its attributes while it is called. With "
                     f"{self.num_rows} rows and a drafter it would not see the rows as plain `generate` shows them. "
                     "Generate one row at a time or without `assistant_model`."
                 )
-            processor.__dict__.clear()
-            processor.__dict__.update(_snapshot(attributes))
+
+    def _apply(self, number: int, prefix: tuple[int, torch.LongTensor, int], scores: torch.Tensor) -> torch.Tensor:
+        row, ids, drafted = prefix
+        processor = self.of_rows[row][number]
+        if drafted and self._is_foreign(processor) and not self.end_tokens.isdisjoint(ids[0, -drafted:].tolist()):
+            return scores
+        processed = processor(ids, scores)
+        if processed.shape != scores.shape:
+            raise ValueError(
+                f"The logits processor {type(processor).__name__} turned scores of shape {tuple(scores.shape)} into "
+                f"{tuple(processed.shape)}. With a drafter it is called for one row at a time; it must not need all."
+            )
+        return processed
+
+    def _is_foreign(self, processor: LogitsProcessor) -> bool:
+        return isinstance(processor, host.PrefixConstrainedLogitsProcessor) or processor in self.own
+
+    def _snapshots(self) -> list[Snapshot]:
+        return [Snapshot(vars(processor), type(processor).__name__) for processor in self.own]
+
+    def state(self) -> list[Snapshot]:
+        """The state of the user's own processors; of several rows they have none."""
+        return self._snapshots() if self.num_rows == 1 else []
+
+    def restore(self, state: list[Snapshot]) -> None:
+        """Put a state back."""
+        for snapshot in state:
+            snapshot.restore()
 
     def commit(self, positions: int) -> None:
         """Go back to the state after the first `positions` positions of the last recorded call."""
-        if self.own and self._states:
+        if self._states:
             self.restore(self._states[positions - 1])
 
 
-def _same(first, second) -> bool:
-    if isinstance(first, torch.Tensor):
-        return first is second or (isinstance(second, torch.Tensor) and torch.equal(first, second))
-    if isinstance(first, dict):
-        return (
-            type(first) is type(second)
-            and first.keys() == second.keys()
-            and all(_same(first[k], second[k]) for k in first)
-        )
-    if isinstance(first, (list, tuple)):
-        return type(first) is type(second) and len(first) == len(second) and all(map(_same, first, second))
-    return first is second or first == second
+def _of_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProcessor:
+    """A processor of Transformers' own that knows the rows of the batch, as one row alone needs it."""
+    if isinstance(processor, host.PrefixConstrainedLogitsProcessor):
+        function, batch_id = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        return host.PrefixConstrainedLogitsProcessor(lambda _, tokens: function(batch_id, tokens), 1)
+    if isinstance(processor, host.RepetitionPenaltyLogitsProcessor):
+        if not isinstance(processor.prompt_ignore_length, torch.Tensor):
+            return processor
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+    elif isinstance(processor, host.EncoderRepetitionPenaltyLogitsProcessor):
+        prompts = processor.encoder_input_ids
+        processor = copy.copy(processor)
+        processor.encoder_input_ids = prompts[row // (num_rows // len(prompts))][None]
+    elif isinstance(processor, host.EncoderNoRepeatNGramLogitsProcessor):
+        prompts = processor.generated_ngrams
+        processor = copy.copy(processor)
+        processor.generated_ngrams, processor.batch_size = [prompts[row // (num_rows // len(prompts))]], 1
+    return processor

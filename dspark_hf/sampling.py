@@ -14,8 +14,31 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
 
 
 def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
-    """One token a row from `(rows, vocab_size)` probabilities: `torch.LongTensor` of shape `(rows,)`."""
-    return torch.multinomial(probs, num_samples=1).squeeze(1)
+    """
+    One token a row from `(rows, vocab_size)` probabilities: `torch.LongTensor` of shape `(rows,)`.
+
+    On a CPU by inverting the distribution function in float64, where one uniform number a row takes the place of
+    `torch.multinomial`'s one a token (1.4 ms a draw with 49152 tokens, two threads; this takes 0.1).
+    """
+    if probs.device.type != "cpu":
+        return torch.multinomial(probs, num_samples=1).squeeze(1)
+    cumulative = probs.double().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    if not torch.isfinite(total).all() or (total <= 0).any():
+        raise ValueError(
+            "The scores hold no distribution to draw from (NaN, or every token at -inf). Check the logits processors, "
+            "or the dtype if the model overflows."
+        )
+    # Tokens of probability zero leave the function flat, and `right=True` steps over flat parts.
+    return torch.searchsorted(cumulative, torch.rand_like(total) * total, right=True).squeeze(1)
+
+
+def most_likely(scores: torch.Tensor) -> torch.LongTensor:
+    """
+    Argmax over the last dimension. `max` in float32 is several times as fast as `argmax`, and takes the first of
+    equal scores like it.
+    """
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)).max(dim=-1).indices
 
 
 def draw_accepts(accept_probs: torch.Tensor) -> torch.BoolTensor:
@@ -70,7 +93,7 @@ class Verification:
             scores (`torch.Tensor` of shape `(sum(verify_lengths) + rows, vocab_size)`): The target's processed scores.
             synthetic (`float`, *optional*): Accept each draft with this probability instead, right or wrong.
         """
-        choices = scores.argmax(dim=-1)[self.index]  # (rows, longest + 1)
+        choices = most_likely(scores)[self.index]  # (rows, longest + 1)
         accepts = self.drafts == choices[:, :-1]
         if synthetic is not None:
             accepts = draw_accepts(torch.full(accepts.shape, synthetic, device=scores.device))

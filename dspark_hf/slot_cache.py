@@ -1,15 +1,19 @@
 """
 The target's keys and values in per-row slots, and attention over them for a flattened stream: the tokens of all rows
-stand one after the other in a batch of one, each seeing its own row's slots up to its own.
+stand one after the other in a batch of one, each seeing its own row's slots as far as its layer's mask lets it.
+
+The masks are the target's own: Transformers asks the mask function registered here for each mask that the model wants
+(causal, sliding, chunked), and what a layer hands to its attention must be one of those. A model that does anything
+else with its attention is found out in its first stream, by [`UnsupportedAttention`].
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .modeling.attention import grouped_attention
@@ -17,6 +21,8 @@ from .modeling.slot_buffer import SlotBuffer
 
 
 ATTENTION_NAME = "dspark_stream"
+# Tensors that models hand through to their attention function and that have no say in it once there is a mask.
+_IDLE_TENSORS = ("position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 _active = threading.local()
 
@@ -39,9 +45,8 @@ class StreamPlan:
     held: Sequence[int]
     counts: Sequence[int]
     device: torch.device
-    updates: int = 0
-    calls: int = 0
-    _masks: dict = field(default_factory=dict)
+    unattended: bool = False  # a layer's keys were written, and its attention has not come here yet
+    masks: list[tuple[torch.Tensor, bool]] = field(default_factory=list)  # and whether they hide anything
 
     def __post_init__(self) -> None:
         self.used = max(map(sum, zip(self.held, self.counts, strict=True)))
@@ -57,24 +62,30 @@ class StreamPlan:
                 torch.tensor(values, device=self.device) for values in (rows, offsets, slots)
             )
 
-    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+    def make_mask(self, mask_function: Callable, device: torch.device) -> torch.Tensor:
         """
-        Which slots each query sees: `(rows, 1, longest, used)`, true for its own slot and those before, inside the
-        window; `None` if every query sees all slots.
+        The mask of one kind of layers, `(rows, 1, longest, used)`: true where a query sees a slot.
+
+        Args:
+            mask_function (`Callable`): As in `transformers.masking_utils`, of batch, head, query and key indices.
+            device (`torch.device`): Where it is wanted.
         """
-        sliding = window is not None and self.used > window
-        if len(self.counts) == 1 and self.longest == 1 and not sliding:
-            return None
-        key = (window if sliding else None, device)
-        if key not in self._masks:
-            slots = torch.arange(self.used, device=device)
-            queries = torch.tensor(self.held, device=device)[:, None] + torch.arange(self.longest, device=device)
-            queries = queries[:, None, :, None]
-            mask = slots <= queries
-            if sliding:
-                mask &= slots > queries - window
-            self._masks[key] = mask
-        return self._masks[key]
+        slots = torch.arange(self.used, device=device)
+        queries = torch.tensor(self.held, device=device)[:, None] + torch.arange(self.longest, device=device)
+        # Rows have no padding here, so the function's batch index makes no difference.
+        mask = mask_function(0, 0, queries[:, None, :, None], slots)
+        if mask.shape != (len(self.counts), 1, self.longest, self.used):
+            raise UnsupportedAttention("a mask that is not causal")
+        alone = len(self.counts) == 1 and self.longest == 1
+        self.masks.append((mask, not (alone and mask_function is causal_mask_function)))
+        return mask
+
+    def find_mask(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        """What a layer's queries may see, from the mask it hands to its attention; `None` for all slots."""
+        for mask, hides in self.masks:
+            if given is mask or (given is not None and given.shape == mask.shape and _same_or_moved(given, mask)):
+                return given if hides else None
+        raise UnsupportedAttention("a mask of the model's own")
 
     def by_row(self, states: torch.Tensor) -> torch.Tensor:
         """`(1, heads, tokens, head_dim)` of the stream as `(rows, heads, longest, head_dim)`."""
@@ -91,6 +102,20 @@ class StreamPlan:
         return states[self.row_index, :, self.offsets][None]
 
 
+def _same_or_moved(given: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a mask is another view of the same memory, or a copy that was moved to its layer's device."""
+    if given.device != mask.device:
+        return given.dtype == torch.bool
+    return given.dtype == torch.bool and given.data_ptr() == mask.data_ptr()
+
+
+class _NoLayers(list):
+    """Stands for the layers of a cache: a model that looks for one needs more than `update` gives."""
+
+    def __getitem__(self, index):
+        raise UnsupportedAttention("a use of the cache's layers")
+
+
 class SlotCache(Cache):
     """
     A cache of per-row slots for flattened streams. Rejecting tokens is not advancing `lengths`.
@@ -98,14 +123,15 @@ class SlotCache(Cache):
     Args:
         num_rows (`int`): Number of rows.
         num_layers (`int`): Number of cache layers.
-        windows (`Sequence[int | None]`): For each layer its sliding window, `None` where it sees everything.
         capacity (`int`): Slots a row to begin with.
     """
 
-    def __init__(self, num_rows: int, windows: Sequence[int | None], capacity: int):
+    is_compileable = False
+
+    def __init__(self, num_rows: int, num_layers: int, capacity: int):
         super().__init__(layers=[])
-        self.buffers = [SlotBuffer(num_rows, capacity) for _ in windows]
-        self.windows = list(windows)
+        self.layers = _NoLayers()
+        self.buffers = [SlotBuffer(num_rows, capacity) for _ in range(num_layers)]
         self.lengths = [0] * num_rows
         self.plan: StreamPlan | None = None
 
@@ -113,18 +139,29 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter a stream's keys and values of shape `(1, key_heads, tokens, head_dim)`; return all used slots."""
-        plan, buffer = self.plan, self.buffers[layer_idx]
-        plan.updates += 1
+        plan = self.plan
+        if not plan.masks or plan.unattended:
+            raise UnsupportedAttention("a way around Transformers' masks or attention interface")
+        if layer_idx >= len(self.buffers):
+            raise UnsupportedAttention("more cache layers than the prompt filled")
+        plan.unattended = True
+        buffer = self.buffers[layer_idx]
         buffer.write(key_states[0], value_states[0], plan.row_index, plan.slots, plan.used)
         return buffer.read(plan.used)
 
-    def window(self, layer_idx: int | None) -> int | None:
-        """The sliding window of a layer; layers that share another's keys have none of their own here."""
-        return self.windows[layer_idx] if layer_idx is not None and layer_idx < len(self.windows) else None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots filled in the longest row."""
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Slots filled in the longest row; of several rows no layer can take its queries' positions from it."""
+        if layer_idx is not None and len(self.lengths) > 1:
+            raise UnsupportedAttention("positions taken from the cache's length")
         return max(self.lengths)
+
+    def get_query_offset(self, layer_idx: int | None = None) -> int:
+        """What Transformers computes a mask's arguments from; the mask itself is made from the plan."""
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As [`SlotCache.get_query_offset`]."""
+        return self.plan.used, 0
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep the rows whose indices are given, in that order."""
@@ -161,6 +198,21 @@ class use_stream:
         self.lock.release()
 
 
+def stream_mask(
+    *args, mask_function: Callable, device: torch.device, allow_is_causal_skip: bool = True, **kwargs
+) -> torch.Tensor | None:
+    """A mask of a flattened stream, as the mask functions of Transformers ask for it."""
+    cache: SlotCache | None = getattr(_active, "cache", None)
+    if cache is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
+            *args, mask_function=mask_function, device=device, allow_is_causal_skip=allow_is_causal_skip, **kwargs
+        )
+    if not allow_is_causal_skip:
+        # Something else is laid over the mask, such as an image's tokens seeing each other.
+        raise UnsupportedAttention("a mask that is more than causal")
+    return cache.plan.make_mask(mask_function, device)
+
+
 def stream_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -169,7 +221,6 @@ def stream_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs,
@@ -184,16 +235,17 @@ def stream_attention(
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedAttention("a position bias")
+    for name, argument in kwargs.items():
+        if isinstance(argument, torch.Tensor) and name not in _IDLE_TENSORS:
+            raise UnsupportedAttention(f"the argument `{name}`")
     plan = cache.plan
-    plan.calls += 1
-    window = sliding_window if sliding_window is not None else cache.window(getattr(module, "layer_idx", None))
+    mask = plan.find_mask(attention_mask)
+    plan.unattended = False
     output = grouped_attention(
         plan.by_row(query),
         key,
         value,
-        plan.mask(window, query.device),
+        mask,
         scaling if scaling is not None else query.shape[-1] ** -0.5,
         softcap=softcap,
         sinks=s_aux,
@@ -202,4 +254,4 @@ def stream_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, stream_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+AttentionMaskInterface.register(ATTENTION_NAME, stream_mask)

@@ -108,13 +108,13 @@ def _gemma4_family(raw: dict) -> dict:
         "layer_scalar": True,
         "embedding_scale": math.sqrt(raw["hidden_size"]),
         "final_logit_softcapping": raw.get("final_logit_softcapping"),
-        "rope_parameters": raw["rope_parameters"]["full_attention"],
+        "rope_parameters": dict(raw["rope_parameters"]["full_attention"]),
     }
 
 
 def _rope_parameters(raw: dict) -> dict:
     if raw.get("rope_parameters"):
-        return raw["rope_parameters"]
+        return dict(raw["rope_parameters"])
     # Before transformers 5 the base stood at the top level and the variant beside it.
     if "rope_theta" not in raw:
         raise ValueError("The config has neither `rope_parameters` nor `rope_theta`; the base cannot be guessed.")

@@ -42,6 +42,7 @@ class DSparkConfig(PreTrainedConfig):
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
         sliding_window (`int`, *optional*): Window of the sliding layers, the current position included.
         rope_parameters (`dict`): `rope_type`, `rope_theta` and the variant's own values.
+        num_anchors (`int`, *optional*): Blocks drawn from each training sequence; decoding does not use it.
 
     Source: DSpark (arXiv 2607.05147) Section 3; field names as in DeepSpec.
     """
@@ -120,29 +121,6 @@ class DSparkConfig(PreTrainedConfig):
         self._validate_heads()
         self._validate_layers()
         self._validate_rope()
-
-    def validate_target(self, target_config: PreTrainedConfig) -> None:
-        """
-        Check that a target is of the kind the drafter was trained for, as far as configurations tell.
-
-        Args:
-            target_config (`PreTrainedConfig`): Of the target, or the text part of it.
-
-        Raises:
-            `ValueError`: naming the field, both values and the fix.
-        """
-        text_config = target_config.get_text_config(decoder=True)
-        for own, theirs in (
-            ("vocab_size", "vocab_size"),
-            ("num_target_layers", "num_hidden_layers"),
-            ("target_hidden_size", "hidden_size"),
-        ):
-            expected, found = getattr(self, own), getattr(text_config, theirs)
-            if expected != found:
-                raise ValueError(
-                    f"The drafter was made for a target with `{theirs}` {expected} (its `{own}`), but that of this "
-                    f"{text_config.model_type} target is {found}; use the drafter with the target it was trained on."
-                )
 
     def _validate_sizes(self) -> None:
         at_least = dict.fromkeys(

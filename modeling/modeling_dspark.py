@@ -113,7 +113,7 @@ class DSparkRotaryEmbedding:
             with torch.device("cpu"):
                 if rope_type == "default":
                     exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
-                    inverse, factor = self.config.rope_parameters["rope_theta"] ** -exponents, 1.0
+                    inverse, factor = 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
                 else:
                     inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](self.config, torch.device("cpu"))
             self._frequencies[device] = (inverse.to(device=device, dtype=torch.float32), factor)
@@ -317,6 +317,8 @@ class DSparkDraftModel(PreTrainedModel):
         self.markov_head = DSparkMarkovHead(config) if config.markov_rank > 0 else None
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
+        # Defaults for drafting only: nothing of the model's config belongs in it.
+        self.generation_config = GenerationConfig()
         self.speculative_stats_by_thread: dict[int, Any] = {}
         self.post_init()
 
@@ -557,7 +559,7 @@ class DSparkDraftModel(PreTrainedModel):
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError("`use_safetensors` is False; only safetensors weights are read.")
         if config is None:
-            raw, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **where)
+            raw = _raw_config(cls.config_class, pretrained_model_name_or_path, where)
             read = find_reader(raw)
         elif getattr(config, "model_type", None) != cls.config_class.model_type:
             raise ValueError(
@@ -569,6 +571,7 @@ class DSparkDraftModel(PreTrainedModel):
             setattr(config, name, value)
         config.validate_drafter()
         _check_tensors(cls, config, tensors, str(pretrained_model_name_or_path))
+        kwargs.pop("force_download", None)  # reading the shapes has fetched the files afresh
         model, info = super().from_pretrained(
             pretrained_model_name_or_path,
             *args,
@@ -577,14 +580,7 @@ class DSparkDraftModel(PreTrainedModel):
             output_loading_info=True,
             **kwargs,
         )
-        problems = [f"{kind}: {sorted(map(str, info[kind]))}" for kind in info if info[kind]]
-        if problems:
-            raise ValueError(f"{pretrained_model_name_or_path} was not loaded completely: {'; '.join(problems)}.")
-        broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
-        if broken:
-            raise ValueError(
-                f"{pretrained_model_name_or_path} holds values that are not finite in {', '.join(broken)}."
-            )
+        _check_loaded(model, info, str(pretrained_model_name_or_path))
         if generation_config is not None:
             model.generation_config = generation_config
         elif _find_file(pretrained_model_name_or_path, GENERATION_CONFIG_NAME, where) is not None:
@@ -640,6 +636,18 @@ def _tensor_shapes(path: str | Path, where: dict[str, Any], variant: str | None 
     return shapes
 
 
+def _raw_config(config_class: type[DSparkConfig], path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a folder or Hub repository, as it stands."""
+    try:
+        raw, _ = config_class.get_config_dict(path, **where)
+    except OSError as error:
+        kind = "a folder" if Path(path).is_dir() else "no folder on this machine, so taken for a Hub id"
+        raise OSError(f"The config.json of the drafter {str(path)!r} ({kind}) could not be read: {error}") from error
+    if not raw:
+        raise OSError(f"{str(path)!r} has no config.json; give the folder or Hub id of a drafter.")
+    return raw
+
+
 def _check_tensors(cls: type, config: DSparkConfig, tensors: dict[str, list[int]], path: str) -> None:
     """Compare a checkpoint with the model its config describes, before anything is allocated."""
     with torch.device("meta"):
@@ -651,6 +659,16 @@ def _check_tensors(cls: type, config: DSparkConfig, tensors: dict[str, list[int]
             problems.append(f"{name} is {list(tensors[name])}, the config says {expected[name]}")
     if problems:
         raise ValueError(f"The weights of {path} do not fit its config: {'; '.join(problems)}.")
+
+
+def _check_loaded(model: nn.Module, info: dict[str, Any], path: str) -> None:
+    """Nothing may have been left out on the way into the model, and a broken download must not draft."""
+    problems = [f"{kind}: {sorted(map(str, found))}" for kind, found in info.items() if found]
+    if problems:
+        raise ValueError(f"{path} was not loaded completely: {'; '.join(problems)}.")
+    broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
+    if broken:
+        raise ValueError(f"{path} holds values that are not finite in {', '.join(broken)}.")
 
 
 __all__ = ["DSparkDraftModel"]

@@ -1,0 +1,53 @@
+"""What the tests share: the reference fixtures, and models loaded from them."""
+
+import os
+
+
+# Before anything reads it: no test may wait for a network. Subprocesses inherit it.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# ruff: noqa: E402
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from dspark_hf import DSparkDraftModel
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# The folders with a drafter that DeepSpec wrote and the outputs it computed.
+DEEPSPEC = tuple(sorted(folder.name for folder in FIXTURES.glob("deepspec-*")))
+
+logging.disable_progress_bar()
+
+
+def load_drafter(name: str, **kwargs: Any) -> DSparkDraftModel:
+    """A fresh drafter of a fixture folder; `kwargs` as for `from_pretrained`."""
+    return DSparkDraftModel.from_pretrained(FIXTURES / name / "drafter", **kwargs)
+
+
+@cache
+def load_golden(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The reference outputs of a fixture folder: `golden.json` and `golden.safetensors`."""
+    folder = FIXTURES / name
+    return json.loads((folder / "golden.json").read_text()), load_file(folder / "golden.safetensors")
+
+
+@pytest.fixture(scope="session", name="load_drafter")
+def load_drafter_fixture() -> Callable[..., DSparkDraftModel]:
+    """[`load_drafter`], for tests that ask for it by argument."""
+    return load_drafter
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> PreTrainedModel:
+    """The six-layer character model that the drafters of most folders were made for, in float32."""
+    return AutoModelForCausalLM.from_pretrained(FIXTURES / "tiny-target").eval()

@@ -1,0 +1,643 @@
+"""The drafter against a plain dense reference, rows against their solo runs, and what it borrows from a target."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from conftest import load_drafter, load_golden
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from dspark_hf import DSparkConfig, DSparkDraftModel
+from dspark_hf.modeling.attention import grouped_attention
+from dspark_hf.modeling.modeling_dspark import DraftContext, DSparkRotaryEmbedding
+
+
+GEMMA4 = {
+    "value_norm": True,
+    "sandwich_norms": True,
+    "layer_scalar": True,
+    "attention_scaling": 1.0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "embedding_scale": 4.0,
+    "final_logit_softcapping": 3.0,
+}
+FAMILIES = {
+    "qwen3": {},
+    "llama": {"query_key_norm": False, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "gemma4": GEMMA4,
+    "gemma4, keys as values": GEMMA4 | {"attention_k_eq_v": True},
+    "mixed sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+    "window below the block": {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 3},
+    "one key head": {"num_key_value_heads": 1},
+    "ungrouped": {"num_key_value_heads": 4},
+}
+
+
+def tiny_config(**changes: Any) -> DSparkConfig:
+    """A drafter's config in which no two sizes are equal by accident."""
+    fields = {
+        "vocab_size": 37,
+        "hidden_size": 16,
+        "target_hidden_size": 12,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "target_layer_ids": [-1, 1, 2],
+        "num_target_layers": 4,
+        "block_size": 4,
+        "mask_token_id": 1,
+        "markov_rank": 5,
+        "owns_embedding": True,
+        "owns_lm_head": True,
+    }
+    return DSparkConfig(**fields | changes)
+
+
+def tiny_drafter(**changes: Any) -> DSparkDraftModel:
+    """A random drafter whose attention is far from uniform and whose norms and biases are far from neutral."""
+    drafter = DSparkDraftModel(tiny_config(**changes)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in drafter.state_dict().items():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(1 + 0.3 * noise if "norm" in name or "scalar" in name else 0.5 * noise)
+    return drafter
+
+
+def borrower(**changes: Any) -> DSparkDraftModel:
+    """A random drafter with neither embedding nor head, for a target of width 16 and vocabulary 37."""
+    return tiny_drafter(owns_embedding=False, owns_lm_head=False, target_hidden_size=16, **changes)
+
+
+def block_of(drafter: DSparkDraftModel, anchors: Sequence[int]) -> torch.Tensor:
+    """Token ids of the blocks that start from the anchors."""
+    slots = torch.full((len(anchors), drafter.config.block_size), drafter.config.mask_token_id)
+    slots[:, 0] = torch.tensor(anchors)
+    return slots
+
+
+@torch.no_grad()
+def dense_reference(drafter: DSparkDraftModel, taps: torch.Tensor, anchor: int, start: int) -> torch.Tensor:
+    """
+    The backbone for one row, written out plainly: no cache, one head at a time, everything in float64.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): Lends weights and config.
+        taps (`torch.Tensor` of shape `(context_length, taps * target_hidden_size)`): All of the row's context.
+        anchor (`int`): First token of the block.
+        start (`int`): Position of the first context token.
+    """
+    config = drafter.config
+    weights = {name: value.double() for name, value in drafter.state_dict().items()}
+    types = config.layer_types
+
+    def linear(name: str, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+    def norm(name: str | None, inputs: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if name is None else weights[f"{name}.weight"]
+        return inputs / (inputs.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * scale
+
+    def rotated(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = config.head_dim // 2
+        frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        turn = torch.polar(torch.ones(()).double(), positions[:, None, None] * frequencies)
+        turned = torch.complex(heads[..., :half], heads[..., half:]) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    def attention(layer: str, layer_type: str, block: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([context, block])
+        positions = start + torch.arange(len(tokens))
+        query, key = (
+            linear(f"{layer}.{name}_proj", inputs).unflatten(-1, (-1, config.head_dim))
+            for name, inputs in (("q", block), ("k", tokens))
+        )
+        value = key if config.attention_k_eq_v else linear(f"{layer}.v_proj", tokens).view_as(key)
+        if config.value_norm:
+            value = norm(None, value)
+        if config.query_key_norm:
+            query, key = norm(f"{layer}.q_norm", query), norm(f"{layer}.k_norm", key)
+        query, key = rotated(query, positions[len(context) :]), rotated(key, positions)
+        visible = torch.ones(len(block), len(tokens), dtype=torch.bool)
+        if layer_type == "sliding_attention":
+            visible = positions > positions[len(context) :, None] - config.sliding_window
+        scaling = config.attention_scaling or config.head_dim**-0.5
+        outputs = []
+        for head in range(config.num_attention_heads):
+            shared = head * config.num_key_value_heads // config.num_attention_heads
+            scores = (query[:, head] @ key[:, shared].T * scaling).masked_fill(~visible, float("-inf"))
+            outputs.append(scores.softmax(-1) @ value[:, shared])
+        return linear(f"{layer}.o_proj", torch.cat(outputs, dim=-1))
+
+    def mlp(layer: str, inputs: torch.Tensor) -> torch.Tensor:
+        gate = ACT2FN[config.hidden_act](linear(f"{layer}.gate_proj", inputs))
+        return linear(f"{layer}.down_proj", gate * linear(f"{layer}.up_proj", inputs))
+
+    context = norm("hidden_norm", linear("fc", taps.double()))
+    block = weights["embed_tokens.weight"][block_of(drafter, [anchor])[0]] * config.embedding_scale
+    for number, layer_type in enumerate(types):
+        layer = f"layers.{number}"
+        attended = attention(f"{layer}.self_attn", layer_type, norm(f"{layer}.input_layernorm", block), context)
+        if config.sandwich_norms:
+            block = block + norm(f"{layer}.post_attention_layernorm", attended)
+            inner = mlp(f"{layer}.mlp", norm(f"{layer}.pre_feedforward_layernorm", block))
+            block = block + norm(f"{layer}.post_feedforward_layernorm", inner)
+        else:
+            block = block + attended
+            block = block + mlp(f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", block))
+        block = block * weights.get(f"{layer}.layer_scalar", 1)
+    return norm("norm", block)
+
+
+class Rows:
+    """Rows that each have their own taps and anchors, drafted for together or alone."""
+
+    def __init__(
+        self, drafter: DSparkDraftModel, taps: Sequence[torch.Tensor], starts: Sequence[int], capacity: int = 4
+    ):
+        self.drafter, self.taps, self.starts = drafter, list(taps), list(starts)
+        self.context = DraftContext(drafter.config, starts, capacity)
+
+    @torch.no_grad()
+    def round(self, new: Sequence[int], anchors: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Append so many of each row's taps, then draft: hidden states, tokens and confidences."""
+        held = self.context.lengths
+        parts = [taps[before : before + count] for taps, before, count in zip(self.taps, held, new, strict=True)]
+        slots = block_of(self.drafter, anchors)
+        hidden = self.drafter(self.drafter.embed(slots), torch.cat(parts), new, self.context)
+        draft = self.drafter.draft(hidden, slots[:, 0])
+        return hidden, draft.tokens, draft.confidence_logits
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        self.context.keep_rows(rows)
+        self.taps = [self.taps[row] for row in rows]
+        self.starts = [self.starts[row] for row in rows]
+
+    def spoil_unused_slots(self) -> None:
+        """Fill what lies past each row's length with values that could not be overlooked."""
+        for buffer in self.context.layers:
+            for row, length in enumerate(self.context.lengths):
+                buffer.keys[row, :, length:] = 1e3
+                buffer.values[row, :, length:] = -1e3
+
+
+def random_taps(drafter: DSparkDraftModel, lengths: Sequence[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(length, drafter.fc.in_features, generator=generator) for length in lengths]
+
+
+# The backbone
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_row_equals_the_dense_reference(family, start):
+    drafter = tiny_drafter(**FAMILIES[family])
+    rows = Rows(drafter, random_taps(drafter, [40]), [start])
+    for turn, new in enumerate([0, 6, 1, 3, 17, 2]):  # past capacities 4, 8, 16 and 32
+        hidden, _, _ = rows.round([new], [turn])
+        expected = dense_reference(drafter, rows.taps[0][: rows.context.lengths[0]], turn, start)
+        torch.testing.assert_close(hidden[0].double(), expected, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_rows_equal_their_solo_runs(family):
+    drafter = tiny_drafter(**FAMILIES[family])
+    starts, taps = [0, 7, 100], random_taps(drafter, [60, 60, 60])
+    batch = Rows(drafter, taps, starts)
+    solo = [Rows(drafter, [taps[row]], [starts[row]]) for row in range(3)]
+    plan = [  # rows alive, new context tokens of each
+        ([0, 1, 2], [6, 0, 11]),
+        ([0, 1, 2], [1, 2, 4]),
+        ([2, 0], [1, 5]),
+        ([2, 0], [3, 3]),
+        ([0, 2], [20, 1]),
+        ([0], [2]),
+    ]
+    alive = [0, 1, 2]
+    for turn, (rows, new) in enumerate(plan):
+        if rows != alive:
+            batch.keep([alive.index(row) for row in rows])
+            alive = rows
+        anchors = [turn + 10 * row for row in rows]
+        found = batch.round(new, anchors)
+        for place, row in enumerate(rows):
+            hidden, tokens, confidence = solo[row].round([new[place]], [anchors[place]])
+            torch.testing.assert_close(found[0][place], hidden[0], atol=1e-5, rtol=1e-5)
+            assert found[1][place].tolist() == tokens[0].tolist()
+            torch.testing.assert_close(found[2][place], confidence[0], atol=1e-5, rtol=1e-5)
+        batch.spoil_unused_slots()
+    assert batch.context.lengths == solo[0].context.lengths == [37]
+    assert batch.context.starts == [0]
+
+
+@pytest.mark.parametrize("folder", ["deepspec-vanilla", "deepspec-rnn", "deepspec-gemma4", "deepspec-gemma4-keqv"])
+def test_ragged_rows_of_real_contexts_equal_their_solo_runs(folder):
+    drafter = load_drafter(folder)
+    _, tensors = load_golden(folder)
+    prompts = sorted({name.split(".")[0] for name in tensors if name.startswith("p")})
+    taps = [
+        torch.cat(
+            [tensors[f"{prompt}.r{turn}.context"] for turn in range(4) if f"{prompt}.r{turn}.context" in tensors]
+        )
+        for prompt in prompts
+    ]
+    batch = Rows(drafter, taps, [0] * len(taps))
+    solo = [Rows(drafter, [row], [0]) for row in taps]
+    for turn in range(3):
+        # Each row goes its own way: a third of what is left to it, at least one.
+        new = [max(1, (len(row) - held) // (3 - turn)) for row, held in zip(taps, batch.context.lengths, strict=True)]
+        new = [min(count, len(row) - held) for count, row, held in zip(new, taps, batch.context.lengths, strict=True)]
+        anchors = [40 + turn + row for row in range(len(taps))]
+        hidden, tokens, confidence = batch.round(new, anchors)
+        for row, alone in enumerate(solo):
+            expected = alone.round([new[row]], [anchors[row]])
+            torch.testing.assert_close(hidden[row], expected[0][0], atol=1e-5, rtol=1e-5)
+            assert tokens[row].tolist() == expected[1][0].tolist()
+            torch.testing.assert_close(confidence[row], expected[2][0], atol=1e-5, rtol=1e-5)
+        batch.spoil_unused_slots()
+    assert len(set(batch.context.lengths)) > 1
+
+
+def test_positions_are_relative():
+    # A row whose prefix is not known drafts from true positions: only the distances between its tokens matter.
+    drafter = tiny_drafter(**FAMILIES["mixed sliding"])
+    taps = random_taps(drafter, [20])
+    near, far = Rows(drafter, taps, [0]), Rows(drafter, taps, [1000])
+    for new in (12, 3):
+        torch.testing.assert_close(near.round([new], [5])[0], far.round([new], [5])[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_token_is_rotated_by_its_true_position(rows, monkeypatch):
+    # Whole rows shifted would still draft the same, so the positions themselves are looked at.
+    drafter, seen = tiny_drafter(), []
+    rotary = drafter.rotary
+    monkeypatch.setattr(drafter, "rotary", lambda positions, dtype: seen.append(positions) or rotary(positions, dtype))
+    starts = [5, 0, 20][:rows]
+    batch = Rows(drafter, random_taps(drafter, [9, 9, 9][:rows]), starts)
+    for new in ([2, 1, 3][:rows], [1, 4, 2][:rows]):
+        held = batch.context.lengths
+        batch.round(new, [3] * rows)
+        ends = [start + before + count for start, before, count in zip(starts, held, new, strict=True)]
+        contexts = [list(range(end - count, end)) for end, count in zip(ends, new, strict=True)]
+        blocks = [list(range(end, end + drafter.config.block_size)) for end in ends]
+        assert seen.pop().tolist() == sum(contexts + blocks, [])
+
+
+def test_keeping_no_rows_or_rows_before_the_first_pass():
+    drafter = tiny_drafter()
+    context = DraftContext(drafter.config, [0, 3])
+    context.keep_rows([1])
+    rows = Rows(drafter, random_taps(drafter, [8]), [3])
+    expected = rows.round([8], [2])[0]
+    rows.context.lengths, rows.context = [0], context
+    torch.testing.assert_close(rows.round([8], [2])[0], expected)
+    context.keep_rows([])
+    assert context.lengths == context.starts == []
+
+
+def test_drafting_never_reads_a_value_back():
+    # On the meta device there are no values: anything like `.item()` in the loop would fail.
+    with torch.device("meta"):
+        drafter = DSparkDraftModel(tiny_config(markov_head_type="rnn"))
+    context = DraftContext(drafter.config, [0, 0])
+    slots = block_of(drafter, [3, 4]).to("meta")
+    taps = torch.zeros(5, drafter.fc.in_features, device="meta")
+    draft = drafter.draft(drafter(drafter.embed(slots), taps, [2, 3], context), slots[:, 0])
+    assert draft.tokens.shape == draft.confidence_logits.shape == (2, 4)
+
+
+# Attention and rotary embedding
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("mask_queries", [None, 1, 3])
+def test_grouped_attention(mask_queries, softcap, sinks):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 3, 4, generator=generator)
+    key, value = torch.randn(2, 2, 5, 4, generator=generator), torch.randn(2, 2, 5, 7, generator=generator)
+    mask = sink_scores = None
+    if mask_queries is not None:
+        mask = torch.rand(2, 1, mask_queries, 5, generator=generator) > 0.4
+        mask[..., 0] = True
+    if sinks:
+        sink_scores = torch.randn(6, generator=generator)
+    scores = query @ key.repeat_interleave(3, dim=1).transpose(2, 3) * 0.7
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks:
+        scores = torch.cat([scores, sink_scores[:, None, None].expand(2, 6, 3, 1)], dim=-1)
+    expected = scores.softmax(-1)[..., :5] @ value.repeat_interleave(3, dim=1)
+    torch.testing.assert_close(grouped_attention(query, key, value, mask, 0.7, softcap, sink_scores), expected)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 5e4},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+def test_rotary_embedding_equals_llamas(parameters):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 256}
+    rotary = DSparkRotaryEmbedding(tiny_config(**sizes, rope_parameters=dict(parameters)))
+    llama = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(parameters)))
+    positions = torch.tensor([0, 1, 17, 200, 4000])
+    for found, expected in zip(rotary(positions, torch.float32), llama(torch.zeros(1), positions[None]), strict=True):
+        torch.testing.assert_close(found[:, 0], expected[0])
+
+
+def cast(drafter: DSparkDraftModel, how: str) -> DSparkDraftModel:
+    return drafter.half() if how == "half" else drafter.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["half", "bfloat16"])
+def test_rotary_frequencies_stay_float32(how):
+    plain, drafter = tiny_drafter(), cast(tiny_drafter(), how)
+    frequencies, _ = drafter.rotary.frequencies(torch.device("cpu"))
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(frequencies, plain.rotary.frequencies(torch.device("cpu"))[0])
+    # At position 4001 a bfloat16 angle would be off by up to 8 radians.
+    cos, _ = drafter.rotary(torch.tensor([4001]), drafter.dtype)
+    exact, _ = plain.rotary(torch.tensor([4001]), torch.float32)
+    assert cos.dtype == drafter.dtype
+    torch.testing.assert_close(cos.float(), exact, atol=4e-3, rtol=0)
+
+
+# Heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({"markov_head_type": "vanilla"}, {}),
+        ({"markov_head_type": "gated"}, {"gate_proj.weight": [5, 21], "gate_proj.bias": [5]}),
+        ({"markov_head_type": "rnn"}, {"joint_proj.weight": [15, 26], "joint_proj.bias": [15]}),
+    ],
+)
+def test_shapes_of_the_sequential_heads(changes, shapes):
+    state = tiny_drafter(**changes).markov_head.state_dict()
+    shapes = shapes | {"markov_w1.weight": [37, 5], "markov_w2.weight": [37, 5]}
+    assert {name: list(value.shape) for name, value in state.items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({}, 21),
+        ({"confidence_head_with_markov": False}, 16),
+        ({"confidence_head_with_markov": False, "markov_rank": 0}, 16),
+    ],
+)
+def test_shapes_of_the_confidence_head(changes, width):
+    state = tiny_drafter(**changes).confidence_head.state_dict()
+    assert {name: list(value.shape) for name, value in state.items()} == {"proj.weight": [1, width], "proj.bias": [1]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_logits_follow_the_tokens_drawn_before(head):
+    drafter = tiny_drafter(markov_head_type=head)
+    hidden = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(2))
+    drawn = torch.tensor([[3, 8, 8, 1], [30, 2, 36, 0]])
+    seen = []
+
+    def forced(slot: int, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits)
+        return drawn[:, slot]
+
+    anchors = torch.tensor([7, 9])
+    draft = drafter.draft(hidden, anchors, select=forced)
+    assert torch.equal(draft.tokens, drawn)
+    w1, w2 = drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight
+    for row in range(2):
+        state = torch.zeros(5)
+        for slot, token in enumerate([anchors[row], *drawn[row, :-1]]):
+            features = w1[token]
+            if head == "gated":
+                gate = drafter.markov_head.gate_proj(torch.cat([hidden[row, slot], features]))
+                features = torch.sigmoid(gate) * features
+            elif head == "rnn":
+                gate, candidate, output = drafter.markov_head.joint_proj(
+                    torch.cat([state, features, hidden[row, slot]])
+                ).chunk(3)
+                state = torch.sigmoid(gate) * state + torch.sigmoid(-gate) * torch.tanh(candidate)
+                features = torch.tanh(output)
+            expected = hidden[row, slot] @ drafter.lm_head.weight.T + w2 @ features
+            torch.testing.assert_close(seen[slot][row], expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_sequential_heads_projection_is_called_not_read():
+    # It may be quantised, or carry an adapter that its weight alone does not show.
+    drafter = tiny_drafter()
+    hidden = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
+    favourite = nn.functional.one_hot(torch.tensor([9]), 37) * 1e3
+    drafter.markov_head.markov_w2 = Opaque(lambda features: favourite)
+    assert drafter.draft(hidden, torch.tensor([7])).tokens.tolist() == [[9, 9, 9, 9]]
+
+
+@torch.no_grad()
+def test_a_drafter_without_sequential_head_drafts_from_base_logits():
+    drafter = tiny_drafter(markov_rank=0, confidence_head_with_markov=False)
+    hidden = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(2))
+    draft = drafter.draft(hidden, torch.tensor([0, 1]))
+    assert torch.equal(draft.tokens, drafter.base_logits(hidden).argmax(-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", [0, 1, 2, 3])
+def test_confidence_of_a_slot_does_not_see_its_own_token(changed):
+    drafter = tiny_drafter()
+    hidden = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2))
+    drawn = torch.tensor([[3, 8, 11, 1]])
+    other = drawn.clone()
+    other[0, changed] = 20
+    first, second = (
+        drafter.draft(hidden, torch.tensor([7]), select=lambda slot, logits, t=tokens: t[:, slot]).confidence_logits[0]
+        for tokens in (drawn, other)
+    )
+    assert torch.equal(first[: changed + 1], second[: changed + 1])
+    assert changed == 3 or first[changed + 1] != second[changed + 1]
+
+
+# What is borrowed from a target
+
+
+class Opaque(nn.Module):
+    """Stands for a quantised or sharded module: it can be called, and has nothing to look at."""
+
+    def __init__(self, function: Any):
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(inputs)
+
+
+class Stored(nn.Module):
+    """Stands for a quantised head: weights in a storage dtype, which inputs must not be cast to."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert inputs.dtype in (torch.float32, torch.bfloat16)
+        return inputs @ self.weight.to(inputs.dtype).T
+
+
+def test_modules_without_parameters_can_be_borrowed():
+    drafter, table, head = borrower(), nn.Embedding(37, 16), nn.Linear(16, 37)
+    slots = block_of(drafter, [2])
+    assert torch.equal(drafter.embed(slots, Opaque(table.forward)), table(slots))
+    hidden = torch.randn(1, 4, 16)
+    assert torch.equal(drafter.base_logits(hidden, Opaque(head.forward)), head(hidden))
+    plain = drafter.draft(hidden, slots[:, 0], head).tokens
+    assert torch.equal(drafter.draft(hidden, slots[:, 0], Opaque(head.forward)).tokens, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_inputs_are_not_cast_to_a_storage_dtype(dtype):
+    weight = torch.randint(-4, 4, (37, 16)).float()
+    hidden = torch.randn(1, 4, 16)
+    assert torch.equal(borrower().base_logits(hidden, Stored(weight, dtype)), hidden @ weight.T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_mixture_of_dtypes_drafts(dtype, target_dtype):
+    drafter = borrower(markov_head_type="gated").to(dtype)
+    table, head = nn.Embedding(37, 16).to(target_dtype), nn.Linear(16, 37, bias=False).to(target_dtype)
+    slots = block_of(drafter, [2, 3])
+    embeds = drafter.embed(slots, table)
+    assert embeds.dtype == dtype
+    taps = torch.randn(5, drafter.fc.in_features, dtype=target_dtype)
+    hidden = drafter(embeds, taps, [2, 3], DraftContext(drafter.config, [0, 0]))
+    assert hidden.dtype == dtype
+    draft = drafter.draft(hidden, slots[:, 0], head)
+    assert draft.tokens.shape == (2, 4) and draft.confidence_logits.dtype == dtype
+
+
+def test_offloaded_modules_can_be_borrowed():
+    table, head = nn.Embedding(37, 16), nn.Linear(16, 37, bias=False)
+    offloaded = [accelerate.cpu_offload(copy.deepcopy(module), execution_device="cpu") for module in (table, head)]
+    assert all(module.weight.device.type == "meta" for module in offloaded)
+    drafter, slots, hidden = borrower(), torch.tensor([[2, 1, 1, 1]]), torch.randn(1, 4, 16)
+    assert torch.equal(drafter.embed(slots, offloaded[0]), table(slots))
+    assert torch.equal(drafter.base_logits(hidden, offloaded[1]), head(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 4.0, 62.0])
+def test_a_wrappers_embedding_scale_is_replaced_by_the_drafters(scale, dtype):
+    table = Gemma3TextScaledWordEmbedding(37, 16, 0, embed_scale=3844**0.5).to(dtype)
+    drafter = borrower(embedding_scale=scale).to(dtype)
+    slots = block_of(drafter, [2])
+    expected = nn.functional.embedding(slots, table.weight) * scale
+    embeds = drafter.embed(slots, table)
+    if scale == 62.0:
+        assert torch.equal(embeds, table(slots))
+    torch.testing.assert_close(embeds, expected, atol=0, rtol=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_scale_of_the_drafters_own_multiplies_raw_embeddings():
+    drafter = tiny_drafter(embedding_scale=4.0)
+    slots = block_of(drafter, [2])
+    assert torch.equal(drafter.embed(slots), drafter.embed_tokens(slots) * 4)
+
+
+def test_own_embedding_and_head_come_before_the_targets():
+    drafter, hidden, slots = tiny_drafter(), torch.randn(1, 4, 16), torch.tensor([[2, 1, 1, 1]])
+    assert torch.equal(drafter.embed(slots, nn.Embedding(37, 16)), drafter.embed(slots))
+    assert torch.equal(drafter.base_logits(hidden, nn.Linear(16, 37)), drafter.base_logits(hidden))
+
+
+def test_nothing_to_embed_with_and_no_head_are_errors():
+    drafter = borrower()
+    with pytest.raises(ValueError, match="pass `target_embedding`"):
+        drafter.embed(torch.tensor([[2, 1, 1, 1]]))
+    with pytest.raises(ValueError, match="pass `target_lm_head`"):
+        drafter.base_logits(torch.zeros(1, 4, 16))
+
+
+def test_casting_the_drafter_leaves_the_target_alone(tiny_target):
+    drafter = load_drafter("deepspec-vanilla")
+    before = {name: value.clone() for name, value in tiny_target.state_dict().items()}
+    slots = block_of(drafter, [5])
+    drafter.embed_tokens = drafter.lm_head = None
+    embeds = drafter.embed(slots, tiny_target.get_input_embeddings())
+    drafter.base_logits(embeds, tiny_target.get_output_embeddings())
+    drafter.to(torch.bfloat16)
+    assert not any("embed" in name or "lm_head" in name for name in drafter.state_dict())
+    for name, value in tiny_target.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, before[name])
+
+
+# A model among others
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_draft_the_same(remake):
+    drafter = load_drafter("deepspec-rnn")
+    taps = random_taps(drafter, [6])
+    expected = Rows(drafter, taps, [0]).round([6], [40])
+    found = Rows(remake(drafter), taps, [0]).round([6], [40])
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_generate_says_what_to_do_instead():
+    with pytest.raises(ValueError, match=r"target\.generate\(\*\*inputs, assistant_model=drafter\)"):
+        tiny_drafter().generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+
+
+def test_statistics_belong_to_a_thread():
+    drafter = tiny_drafter()
+    drafter.speculative_stats_by_thread[threading.get_ident()] = "mine"
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(drafter.speculative_stats))
+    thread.start()
+    thread.join()
+    assert seen == [None] and drafter.speculative_stats == "mine"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_drafter_and_target_on_different_devices():
+    table, head = nn.Embedding(37, 16), nn.Linear(16, 37, bias=False)
+    taps, slots = torch.randn(5, 48), torch.tensor([[2, 1, 1, 1], [3, 1, 1, 1]])
+    tokens = []
+    for device in ("cpu", "cuda"):
+        drafter = borrower().to(device)
+        hidden = drafter(drafter.embed(slots, table), taps, [2, 3], DraftContext(drafter.config, [0, 0]))
+        assert hidden.device.type == device
+        tokens.append(drafter.draft(hidden, slots[:, 0].to(device), head).tokens.cpu())
+    assert torch.equal(*tokens)
