@@ -457,7 +457,7 @@ class _Run:
         if row not in self.stopped_at or self.stops.fill_up:
             return row in self.stopped_at
         all_finished = len(self.stopped_at) == len(self.sequences.lengths)
-        return all_finished and self.sequences.lengths[row] == self._common_length()
+        return self.sequences.lengths[row] == (self._common_length() if all_finished else self.stops.max_length)
 
     def _retire(self) -> None:
         """Let finished rows leave the stream."""

@@ -9,6 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .decoding import check_call, dspark_decode
+from .target_limits import check_target
 
 
 _MARK = "dspark_hf_original"
@@ -77,10 +78,12 @@ def _validation(original: Callable) -> Callable:
 
 def _refuse(target: PreTrainedModel, generation_mode: GenerationMode, generation_config) -> None:
     """Refuse modes that cannot have a drafter, which Transformers would run without it or break in."""
-    if target.config.is_encoder_decoder:
+    check_target(target, bool(generation_config.output_attentions))
+    supported = getattr(target, "_supported_generation_modes", None)
+    if supported is not None and GenerationMode.ASSISTED_GENERATION not in supported:
         raise ValueError(
-            f"{type(target).__name__} is an encoder-decoder model; DSpark drafts for decoders only. Call `generate` "
-            "without `assistant_model`."
+            f"{type(target).__name__} generates in its own way ({', '.join(mode.value for mode in supported)} only), "
+            "which leaves no place for a drafter. Call `generate` without `assistant_model`."
         )
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         causes = {
@@ -95,11 +98,6 @@ def _refuse(target: PreTrainedModel, generation_mode: GenerationMode, generation
         raise ValueError(
             f"`assistant_model` is a DSpark drafter but these options select {generation_mode.value}: {found}. Leave "
             "them out (greedy decoding or sampling), or call `generate` without `assistant_model`."
-        )
-    if target._is_stateful:
-        raise ValueError(
-            f"{type(target).__name__} has a recurrent state, which cannot forget rejected drafts. Call `generate` "
-            "without `assistant_model`."
         )
 
 

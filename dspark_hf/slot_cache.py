@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .modeling.attention import grouped_attention
@@ -46,7 +50,9 @@ class StreamPlan:
     counts: Sequence[int]
     device: torch.device
     unattended: bool = False  # a layer's keys were written, and its attention has not come here yet
-    masks: list[tuple[torch.Tensor, bool]] = field(default_factory=list)  # and whether they hide anything
+    window: int | None = None  # of that layer's cache
+    masks: list[tuple[torch.Tensor, bool]] = field(default_factory=list)  # and whether they are plainly causal
+    windowed: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.used = max(map(sum, zip(self.held, self.counts, strict=True)))
@@ -76,16 +82,31 @@ class StreamPlan:
         mask = mask_function(0, 0, queries[:, None, :, None], slots)
         if mask.shape != (len(self.counts), 1, self.longest, self.used):
             raise UnsupportedAttention("a mask that is not causal")
-        alone = len(self.counts) == 1 and self.longest == 1
-        self.masks.append((mask, not (alone and mask_function is causal_mask_function)))
+        self.masks.append((mask, mask_function is causal_mask_function))
         return mask
 
     def find_mask(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """What a layer's queries may see, from the mask it hands to its attention; `None` for all slots."""
-        for mask, hides in self.masks:
-            if given is mask or (given is not None and given.shape == mask.shape and _same_or_moved(given, mask)):
-                return given if hides else None
+        for mask, causal in self.masks:
+            if given is not mask and (given is None or given.shape != mask.shape or not _same_or_moved(given, mask)):
+                continue
+            if not causal:
+                return given
+            if self.window is not None and self.used > self.window:
+                return self._windowed(given)
+            # One token of one row sees all that the row has.
+            return None if len(self.counts) == 1 and self.longest == 1 else given
         raise UnsupportedAttention("a mask of the model's own")
+
+    def _windowed(self, causal: torch.Tensor) -> torch.Tensor:
+        """A causal mask with a window: some models leave it to the cache to forget what is too old."""
+        key = (self.window, causal.device)
+        if key not in self.windowed:
+            window = sliding_window_causal_mask_function(self.window)
+            self.windowed[key] = causal & StreamPlan(self.held, self.counts, causal.device).make_mask(
+                window, causal.device
+            )
+        return self.windowed[key]
 
     def by_row(self, states: torch.Tensor) -> torch.Tensor:
         """`(1, heads, tokens, head_dim)` of the stream as `(rows, heads, longest, head_dim)`."""
@@ -122,16 +143,17 @@ class SlotCache(Cache):
 
     Args:
         num_rows (`int`): Number of rows.
-        num_layers (`int`): Number of cache layers.
+        windows (`Sequence[int | None]`): For each cache layer the last positions that it keeps, `None` for all.
         capacity (`int`): Slots a row to begin with.
     """
 
     is_compileable = False
 
-    def __init__(self, num_rows: int, num_layers: int, capacity: int):
+    def __init__(self, num_rows: int, windows: Sequence[int | None], capacity: int):
         super().__init__(layers=[])
         self.layers = _NoLayers()
-        self.buffers = [SlotBuffer(num_rows, capacity) for _ in range(num_layers)]
+        self.buffers = [SlotBuffer(num_rows, capacity) for _ in windows]
+        self.windows = list(windows)
         self.lengths = [0] * num_rows
         self.plan: StreamPlan | None = None
 
@@ -144,7 +166,7 @@ class SlotCache(Cache):
             raise UnsupportedAttention("a way around Transformers' masks or attention interface")
         if layer_idx >= len(self.buffers):
             raise UnsupportedAttention("more cache layers than the prompt filled")
-        plan.unattended = True
+        plan.unattended, plan.window = True, self.windows[layer_idx]
         buffer = self.buffers[layer_idx]
         buffer.write(key_states[0], value_states[0], plan.row_index, plan.slots, plan.used)
         return buffer.read(plan.used)
@@ -240,7 +262,7 @@ def stream_attention(
             raise UnsupportedAttention(f"the argument `{name}`")
     plan = cache.plan
     mask = plan.find_mask(attention_mask)
-    plan.unattended = False
+    plan.unattended, plan.window = False, None
     output = grouped_attention(
         plan.by_row(query),
         key,

@@ -1,0 +1,214 @@
+"""The rows' tokens as one stream of a batch of one, over a cache of per-row slots without padding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import StaticLayer
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from .cache_layers import PLAIN_LAYERS, fill_layer, window_of
+from .compat import CACHE_NAME, cache_argument, hidden_states_request
+from .locks import lock_of
+from .slot_cache import SlotCache, StreamPlan, UnsupportedAttention, use_stream
+from .target_outputs import Prefill, StreamOutput, read_taps, text_config
+
+
+# What the stream provides itself, and what is for the prompt only.
+_OWN_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "output_hidden_states",
+    "logits_to_keep",
+    CACHE_NAME,
+)
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class FlattenedStream:
+    """
+    Args:
+        target (`PreTrainedModel`): The verifying model.
+        prompt ([`Prefill`]): Its keys and values are copied into slots.
+        taps (`Sequence[int]`): The drafter's `target_layer_ids`.
+        keep_hidden (`bool`): Whether all hidden states are wanted.
+
+    Raises:
+        [`UnsupportedAttention`]: if the target or the prompt does not allow it.
+    """
+
+    def __init__(self, target: PreTrainedModel, prompt: Prefill, taps: Sequence[int], keep_hidden: bool):
+        self.target, self.prompt, self.taps, self.keep_hidden = target, prompt, list(taps), keep_hidden
+        self.config = text_config(target)
+        _check(target, prompt)
+        self.inputs, self.token_types, positions = self._step_inputs()
+        # The position of each row's next token: one number, or one a dimension for multimodal rotary embeddings.
+        self.next_positions = positions[..., -1].tolist()
+        self.prompt_lengths = prompt.visible.sum(dim=1).tolist()
+        self.rows = list(range(len(self.prompt_lengths)))
+        self.finished: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.final_lengths: dict[int, int] = {}
+        self.keep_finished = False
+        self.cache = self._import(prompt.cache)
+
+    def _step_inputs(self) -> tuple[dict[str, Any], dict[str, int], torch.LongTensor]:
+        """What the target's own preparation gives to the step after the prompt, as far as it holds for all steps."""
+        prompt, batch = self.prompt, len(self.prompt.visible)
+        device = prompt.logits.device
+        ids = torch.cat([prompt.input_ids.to(device), prompt.input_ids.new_zeros(batch, 1).to(device)], dim=1)
+        step = self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, is_first_iteration=False, **prompt.model_kwargs, **{CACHE_NAME: prompt.cache}
+        )
+        positions = step.get("position_ids")
+        if positions is None or step.get("inputs_embeds") is not None:
+            raise UnsupportedAttention("inputs without positions")
+        positions = positions.expand(*positions.shape[:-2], batch, 1)
+        inputs, token_types = {}, {}
+        for name, value in step.items():
+            if name in _OWN_INPUTS or value is None:
+                continue
+            if name in _TOKEN_TYPES:
+                kinds = set(value[:, -1].tolist())
+                if len(kinds) > 1:
+                    raise UnsupportedAttention(f"`{name}` that differ between rows")
+                token_types[name] = kinds.pop()
+            elif isinstance(value, (bool, int, float, str)):
+                inputs[name] = value
+            elif name not in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL:
+                raise UnsupportedAttention(f"the input `{name}`")
+        inputs |= {
+            "use_cache": True,
+            "output_hidden_states": hidden_states_request(self.taps, self.keep_hidden),
+            "return_dict": True,
+        }
+        return inputs, token_types, positions
+
+    def _import(self, source: Cache) -> SlotCache:
+        visible = self.prompt.visible
+        total = visible.shape[1]
+        cache = SlotCache(len(self.rows), list(map(window_of, source.layers)), capacity=max(64, total + 64))
+        cache.lengths = list(self.prompt_lengths)
+        for layer, buffer in zip(source.layers, cache.buffers, strict=True):
+            if not layer.is_initialized or layer.keys is None:
+                continue
+            keys, values = layer.keys, layer.values
+            held = min(keys.shape[2], total)
+            if isinstance(layer, StaticLayer):
+                keys, values = keys[:, :, :held], values[:, :, :held]
+            # A sliding layer holds the last positions only.
+            kept = visible[:, total - held :].to(keys.device)
+            slots = visible.long().cumsum(dim=1)[:, total - held :].to(keys.device) - 1
+            row_index = torch.arange(len(self.rows), device=keys.device)[:, None].expand_as(kept)[kept]
+            buffer.write(
+                keys.transpose(1, 2)[kept].transpose(0, 1),
+                values.transpose(1, 2)[kept].transpose(0, 1),
+                row_index,
+                slots[kept],
+                used=max(self.prompt_lengths),
+            )
+        return cache
+
+    def verify(self, tokens: torch.LongTensor, counts: Sequence[int]) -> StreamOutput:
+        """
+        Run a stream of tokens, row after row.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(sum(counts),)`): Each row's anchor and the drafts sent.
+            counts (`Sequence[int]`): Tokens of each row, at least 1.
+
+        Raises:
+            [`UnsupportedAttention`]: in the first stream, if the target's attention does not do as the stream wants.
+        """
+        device = tokens.device
+        plan = self.cache.plan = StreamPlan(self.cache.lengths, counts, device)
+        inputs = {
+            **self.inputs,
+            **{name: torch.full_like(tokens, kind)[None] for name, kind in self.token_types.items()},
+            "input_ids": tokens[None],
+            "position_ids": self._positions(counts, device),
+            cache_argument(self.target): self.cache,
+        }
+        try:
+            with use_stream(self.config, lock_of(self.target), self.cache):
+                outputs = self.target(**inputs)
+        except RuntimeError as error:
+            if not plan.unattended:
+                raise
+            # Keys of all rows went to an attention that knows of one row.
+            raise UnsupportedAttention("a way around the attention interface") from error
+        if plan.unattended or not plan.masks:
+            raise UnsupportedAttention("a way around Transformers' masks or attention interface")
+        hidden = outputs.hidden_states if self.keep_hidden else None
+        return StreamOutput(
+            outputs.logits[0], read_taps(self.target, outputs, self.taps)[0], hidden_states=hidden
+        )
+
+    def _positions(self, counts: Sequence[int], device: torch.device) -> torch.LongTensor:
+        def of_dimension(next_positions):
+            values = []
+            for row, count, length in zip(self.rows, counts, self.cache.lengths, strict=True):
+                first = next_positions[row] + length - self.prompt_lengths[row]
+                values.extend(range(first, first + count))
+            return values
+
+        if isinstance(self.next_positions[0], list):
+            return torch.tensor([of_dimension(dimension) for dimension in self.next_positions], device=device)[:, None]
+        return torch.tensor(of_dimension(self.next_positions), device=device)[None]
+
+    def advance(self, kept: Sequence[int]) -> None:
+        """Keep the first `kept` tokens of each row of the last stream, forget the others."""
+        self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, kept, strict=True)]
+
+    def keep_rows(self, keep: Sequence[int]) -> None:
+        """Drop all rows but those whose indices, among the current ones, are given."""
+        for index in sorted(set(range(len(self.rows))) - set(keep)):
+            self._set_aside(index)
+        self.rows = [self.rows[index] for index in keep]
+        if keep:
+            self.cache.keep_rows(keep)
+
+    def _set_aside(self, index: int) -> None:
+        row, length = self.rows[index], self.cache.lengths[index]
+        self.final_lengths[row] = length
+        if self.keep_finished:
+            self.finished[row] = [
+                (None, None)
+                if buffer.keys is None
+                else (buffer.keys[index, :, :length].clone(), buffer.values[index, :, :length].clone())
+                for buffer in self.cache.buffers
+            ]
+
+    def close(self) -> None:
+        """Write what was kept back into the cache that `generate` prepared or was given."""
+        visible = self.prompt.visible
+        total = max(visible.shape[1] + self.final_lengths[row] - held for row, held in enumerate(self.prompt_lengths))
+        for layer_index, layer in enumerate(self.prompt.cache.layers):
+            if self.finished[0][layer_index][0] is None:
+                continue
+            states = []
+            for which in (0, 1):
+                first = self.finished[0][layer_index][which]
+                whole = first.new_zeros(len(self.prompt_lengths), first.shape[0], total, first.shape[2])
+                for row, held in enumerate(self.prompt_lengths):
+                    kept = self.finished[row][layer_index][which]
+                    prompt_places = visible[row].nonzero().squeeze(1).to(kept.device)
+                    whole[row, :, prompt_places] = kept[:, :held]
+                    whole[row, :, visible.shape[1] : visible.shape[1] + kept.shape[1] - held] = kept[:, held:]
+                states.append(whole)
+            fill_layer(layer, *states)
+
+
+def _check(target: PreTrainedModel, prompt: Prefill) -> None:
+    """What can be known of a target before its first stream."""
+    if not getattr(target, "_supports_attention_backend", False):
+        raise UnsupportedAttention("no attention interface")
+    update = getattr(type(target), "_update_model_kwargs_for_generation", None)
+    if update is not GenerationMixin._update_model_kwargs_for_generation:
+        raise UnsupportedAttention("inputs of its own that change from step to step")
+    if prompt.cache.offloading or any(type(layer) not in PLAIN_LAYERS for layer in prompt.cache.layers):
+        raise UnsupportedAttention("a cache that is not plain keys and values")
+    if not bool((prompt.visible.long().diff(dim=1) >= 0).all()):
+        raise UnsupportedAttention("a prompt with holes, which count towards sliding windows")

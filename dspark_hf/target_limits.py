@@ -1,0 +1,78 @@
+"""Targets that cannot be verified several tokens at a time: what is known of them before they run."""
+
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_ADVICE = "Call `generate` without `assistant_model`."
+# By model type, where nothing in the code says so. Most of the like are found by `_is_stateful` or by their cache.
+_NOT_STEP_BY_STEP = {
+    "cpmant": "lets tokens of one pass see those after them",
+    "flaubert": "puts a mask token behind the text in each step",
+    "prophetnet": "reads one token at a time",
+    "xlm": "puts a mask token behind the text in each step",
+}
+# Their masks know of no window: the cache forgets what is too old, so it must be told token by token.
+_WINDOW_IN_CACHE_ONLY = ("kyutai_speech_to_text", "moshi")
+
+
+def check_target(target: PreTrainedModel, keep_attentions: bool) -> None:
+    """
+    Check what a target's class and config tell.
+
+    Args:
+        target (`PreTrainedModel`): The verifying model.
+        keep_attentions (`bool`): Whether attention weights are wanted.
+
+    Raises:
+        `ValueError`: if its text could not be that of plain `generate`.
+    """
+    name, config = type(target).__name__, target.config.get_text_config(decoder=True)
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; DSpark drafts for decoders only. {_ADVICE}")
+    if target._is_stateful:
+        raise ValueError(f"{name} has a recurrent state, which cannot forget rejected drafts. {_ADVICE}")
+    if config.model_type in _NOT_STEP_BY_STEP:
+        raise ValueError(f"{name} {_NOT_STEP_BY_STEP[config.model_type]}, so drafts cannot be verified. {_ADVICE}")
+    if config.model_type == "doge" and config.is_moe:
+        raise ValueError(
+            f"{name} with `is_moe` routes each token by its neighbours, so drafts cannot be verified. {_ADVICE}"
+        )
+    if keep_attentions and config.model_type in _WINDOW_IN_CACHE_ONLY:
+        raise ValueError(f"{name} cannot return attention weights with a drafter. Leave `output_attentions` out.")
+
+
+def check_positions(target: PreTrainedModel, lengths: Sequence[int], new_tokens: int) -> None:
+    """
+    Check that no position is reached where the rotary embedding of a position depends on those after it.
+
+    Args:
+        target (`PreTrainedModel`): The verifying model.
+        lengths (`Sequence[int]`): Of the prompts.
+        new_tokens (`int`): Tokens that may come.
+
+    Raises:
+        `ValueError`: if it could be reached.
+    """
+    config = target.config.get_text_config(decoder=True)
+    last = max(lengths) + new_tokens - 1
+    for rope_type, limit in _changing_ropes(config):
+        # The long factors of longrope are constant again.
+        if last > limit and not (rope_type == "longrope" and min(lengths) > limit):
+            raise ValueError(
+                f"{type(target).__name__} changes its rotary embeddings ({rope_type}) when the text grows past {limit} "
+                f"tokens, and {max(lengths)} + {new_tokens} could; drafts cannot be verified across that. Lower "
+                "`max_new_tokens`, or call `generate` without `assistant_model`."
+            )
+
+
+def _changing_ropes(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    """The kinds of rotary embedding that depend on the length of the text, and the length up to which they do not."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        rope_type = rope.get("rope_type")
+        if rope_type == "longrope":
+            yield rope_type, rope["original_max_position_embeddings"]
+        elif rope_type == "dynamic":
+            yield rope_type, config.max_position_embeddings
