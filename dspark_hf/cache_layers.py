@@ -7,16 +7,17 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
+from .compat import EMPTY_LAYERS
+
 
 # Layers that hold keys and values of the last positions and nothing else (a subclass may hold more).
-PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, DummyLayer)
+PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, *EMPTY_LAYERS)
 # The dimension that grows with the sequence in the tensors of growing layers.
 _LENGTH_DIMENSION = {"keys": 2, "values": 2, "indexer_keys": 1}
 

@@ -175,6 +175,11 @@ def check_fits(drafter, target: PreTrainedModel) -> None:
         `ValueError`: naming what differs.
     """
     config, wanted = drafter.config, text_config(target)
+    if drafter.device.type == "meta":
+        raise ValueError(
+            "The drafter's weights are on the `meta` device: offloaded, or not loaded. It is small; load it onto a device "
+            "as a whole, `DSparkDraftModel.from_pretrained(..., device_map={'': 'cpu'})` for example."
+        )
     for name, found, field in (
         ("vocab_size", wanted.vocab_size, "vocab_size"),
         ("num_hidden_layers", wanted.num_hidden_layers, "num_target_layers"),
@@ -186,11 +191,16 @@ def check_fits(drafter, target: PreTrainedModel) -> None:
                 f"The drafter was made for a target with {name} {expected} (its `{field}`), but {type(target).__name__} "
                 f"has {found}. Load the drafter that belongs to this target."
             )
-    borrows = [
-        kind for kind, owned in (("embedding", config.owns_embedding), ("head", config.owns_lm_head)) if not owned
-    ]
-    if borrows and config.hidden_size != wanted.hidden_size:
-        raise ValueError(
-            f"The drafter borrows the target's {' and '.join(borrows)} but its `hidden_size` is {config.hidden_size} "
-            f"and the target's {wanted.hidden_size}."
-        )
+    for kind, owned, module, width in (
+        ("embedding", config.owns_embedding, target.get_input_embeddings(), "embedding_dim"),
+        ("head", config.owns_lm_head, target.get_output_embeddings(), "in_features"),
+    ):
+        if owned:
+            continue
+        found = getattr(module, width, wanted.hidden_size)  # a quantised or wrapped one may not tell
+        if module is None or config.hidden_size != found:
+            raise ValueError(
+                f"The drafter borrows the target's {kind} for its `hidden_size` of {config.hidden_size}, but "
+                f"{type(target).__name__} has {'none' if module is None else f'one of width {found}'}. Load the "
+                f"drafter that belongs to this target, or one with a {kind} of its own."
+            )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, cache_utils
 
 
 FLOOR = Version("5.18.0")
@@ -20,6 +20,8 @@ if VERSION < FLOOR:
 CACHE_NAME = "cache" if Version("5.24.0") <= VERSION else "past_key_values"
 # Whether `output_hidden_states=[...]` counts the embedding output as entry 0: since 5.23; before, entry i is layer i's.
 _EMBEDDING_COUNTS = Version("5.23.0") <= VERSION
+# Cache layers that hold nothing, of model layers that use another's keys: since 5.23; before, they have none.
+EMPTY_LAYERS = (cache_utils.DummyLayer,) if Version("5.23.0") <= VERSION else ()
 
 
 def cache_argument(model: PreTrainedModel) -> str:

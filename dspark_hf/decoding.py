@@ -95,16 +95,14 @@ class _Recorder:
         if self.logits is not None:
             self.logits[row].append(logits)
 
-    def states(self, row: int, count: int, output: StreamOutput, first: int, index: int, total: int) -> None:
+    def states(self, row: int, count: int, output: StreamOutput, first: int, index: int) -> None:
         """Take states and weights of the first `count` of a row's tokens in a stream."""
         for step in range(count):
             if self.hidden_states is not None:
                 place = first + step
                 self.hidden_states[row].append(tuple(layer[:, place : place + 1] for layer in output.hidden_states))
             if self.attentions is not None:
-                self.attentions[row].append(
-                    tuple(_one_query(layer, step, total) for layer in output.attentions[index])
-                )
+                self.attentions[row].append(output.attentions[index][step])
 
     def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
         """A row's scores so far, as stopping criteria get them."""
@@ -133,15 +131,6 @@ def _steps(rows: list[list[torch.Tensor]] | None, lengths: Sequence[int]) -> tup
         like = next(row[step] for row in rows if step < len(row))
         steps.append(torch.cat([row[step] if step < len(row) else torch.zeros_like(like) for row in rows]))
     return tuple(steps)
-
-
-def _one_query(weights: torch.Tensor, step: int, total: int) -> torch.Tensor:
-    """The weights `(1, heads, 1, keys)` of one token of a stream, without the keys that come after it."""
-    queries, keys = weights.shape[-2:]
-    end = keys - (queries - 1 - step)
-    # A sliding layer shows the stream a window that starts with its first token's.
-    start = 0 if keys >= total else step
-    return weights[..., step : step + 1, start:end]
 
 
 @torch.no_grad()
@@ -278,7 +267,8 @@ class _Run:
     def __call__(self, model_kwargs: dict[str, Any]) -> DSparkGenerateOutput | torch.LongTensor:
         clock = _Clock()
         self.prompt = prompt = prefill(self.target, self.input_ids, self.config, model_kwargs, self.taps)
-        self.returns_cache = self.config.return_dict_in_generate or getattr(prompt.cache, "_is_user_defined", False)
+        asked_for = self.config.return_dict_in_generate and self.config.use_cache
+        self.returns_cache = asked_for or getattr(prompt.cache, "_is_user_defined", False)
         self.recorder.prompt(prompt.outputs)
         prompt.outputs = None
         self.stream = open_stream(self.target, prompt, self.config, self.taps)
@@ -349,7 +339,7 @@ class _Run:
             width = block.shape[1]
             places = [row * width + step for row, length in enumerate(lengths) for step in range(length + 1)]
             tokens = block.flatten()[torch.tensor(places, device=block.device)]
-        tokens = tokens.to(self.target.device)
+        tokens = tokens.to(self.prompt.device)
         counts = [length + 1 for length in lengths]
         try:
             output = self.stream.verify(tokens, counts)
@@ -390,7 +380,6 @@ class _Run:
         for index, (row, (accepted, *tokens)) in enumerate(zip(rows, outcome, strict=True)):
             self.sequences.put(row, verdict.tokens[index, : accepted + 1])
             place = slice(starts[index], starts[index] + accepted + 1)
-            total = self.sequences.lengths[row] + lengths[index]
             if row not in self.stopped_at:
                 drafted = self.drafts.block_size if candidates is not None else 0
                 for stats in (self.stats, self.stats.rows[row]):
@@ -398,7 +387,7 @@ class _Run:
             count = self._append(
                 row, tokens[: accepted + 1], accepted, scores[place], None if raw is None else raw[place]
             )
-            self.recorder.states(row, count, output, starts[index], index, total)
+            self.recorder.states(row, count, output, starts[index], index)
             kept.append(count)
         self.processors.commit(kept[0])
         self.stream.advance(kept)
@@ -482,7 +471,7 @@ class _Run:
             sequences=sequences,
             speculative_stats=self.stats,
             **self.recorder.output(generated),
-            **{CACHE_NAME: self.prompt.cache},
+            **{CACHE_NAME: self.prompt.cache if self.returns_cache else None},
         )
 
 

@@ -57,8 +57,8 @@ class FlattenedStream:
     def _step_inputs(self) -> tuple[dict[str, Any], dict[str, int], torch.LongTensor]:
         """What the target's own preparation gives to the step after the prompt, as far as it holds for all steps."""
         prompt, batch = self.prompt, len(self.prompt.visible)
-        device = prompt.logits.device
-        ids = torch.cat([prompt.input_ids.to(device), prompt.input_ids.new_zeros(batch, 1).to(device)], dim=1)
+        ids = prompt.input_ids.to(prompt.device)
+        ids = torch.cat([ids, ids.new_zeros(batch, 1)], dim=1)
         step = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=1, is_first_iteration=False, **prompt.model_kwargs, **{CACHE_NAME: prompt.cache}
         )

@@ -85,18 +85,13 @@ def _refuse(target: PreTrainedModel, generation_mode: GenerationMode, generation
             f"{type(target).__name__} generates in its own way ({', '.join(mode.value for mode in supported)} only), "
             "which leaves no place for a drafter. Call `generate` without `assistant_model`."
         )
-    if generation_mode != GenerationMode.ASSISTED_GENERATION:
-        causes = {
-            "num_beams": 1,
-            "penalty_alpha": None,
-            "dola_layers": None,
-            "constraints": None,
-            "force_words_ids": None,
-        }
-        found = {name: getattr(generation_config, name, None) for name in causes}
-        found = {name: value for name, value in found.items() if value not in (None, causes[name])}
+    causes = {"num_beams": 1, "penalty_alpha": None, "dola_layers": None, "constraints": None, "force_words_ids": None}
+    found = {name: getattr(generation_config, name, None) for name in causes}
+    found = {name: value for name, value in found.items() if value not in (None, causes[name])}
+    # DoLa would be dropped in favour of an assistant, with a warning.
+    if generation_mode != GenerationMode.ASSISTED_GENERATION or "dola_layers" in found:
         raise ValueError(
-            f"`assistant_model` is a DSpark drafter but these options select {generation_mode.value}: {found}. Leave "
+            f"`assistant_model` is a DSpark drafter but these options ask for another kind of decoding: {found}. Leave "
             "them out (greedy decoding or sampling), or call `generate` without `assistant_model`."
         )
 

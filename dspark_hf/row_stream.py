@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from .cache_layers import copy_row, is_filled, join_rows
+from .cache_layers import copy_row, is_filled, join_rows, window_of
 from .compat import CACHE_NAME, hidden_states_request, is_croppable
 from .target_outputs import Prefill, StreamOutput, read_taps, text_config
 
@@ -21,13 +21,18 @@ class RowStream:
         keep_attentions (`bool`): Whether attention weights are wanted.
 
     Raises:
-        `ValueError`: if the cache cannot forget rejected tokens.
+        `ValueError`: if the cache cannot forget rejected tokens, or what is wanted cannot be had.
     """
 
     def __init__(
         self, target: PreTrainedModel, prompt: Prefill, taps: Sequence[int], keep_hidden: bool, keep_attentions: bool
     ):
         self.has_cache = is_filled(prompt.cache)
+        if not self.has_cache and (keep_hidden or keep_attentions):
+            raise ValueError(
+                f"{type(target).__name__} has no cache and returns the states of the whole text in each step, which a "
+                "drafter does not. Leave `output_hidden_states` and `output_attentions` out."
+            )
         if self.has_cache and not is_croppable(prompt.cache):
             kinds = sorted({type(layer).__name__ for layer in prompt.cache.layers if not _croppable(layer)})
             raise ValueError(
@@ -53,7 +58,7 @@ class RowStream:
             if self.keep_hidden:
                 hidden.append([states[:, -count:] for states in outputs.hidden_states])
             if self.keep_attentions:
-                attentions.append(outputs.attentions)
+                attentions.append(row.weights(outputs.attentions, count))
         return StreamOutput(
             torch.cat(logits),
             torch.cat(taps),
@@ -89,9 +94,10 @@ class _Row:
         self.target, self.last_outputs = target, prompt.last_outputs
         batch = len(prompt.visible)
         self.kwargs = _of_row(prompt.model_kwargs, row, batch) | {"output_hidden_states": request}
-        self.ids = prompt.input_ids[row : row + 1].to(prompt.logits.device)
+        self.ids = prompt.input_ids[row : row + 1].to(prompt.device)
         # Layers that attend to images hold the images' keys, as many as there are.
         self.constant_layers = getattr(text_config(target), "cross_attention_layers", None) or ()
+        self.ids_before = prompt.visible.shape[1] - self.ids.shape[1]  # positions of embeddings, which have no ids
         self.cache: Cache | None = None
         if not has_cache:
             self.kwargs["use_cache"] = False
@@ -113,6 +119,20 @@ class _Row:
             inputs["logits_to_keep"] = count
         return inputs
 
+    def weights(self, layers: Sequence[torch.Tensor], count: int) -> list[tuple[torch.Tensor, ...]]:
+        """Attention weights of a piece's tokens, each as the step of plain `generate` that runs it alone returns."""
+        if self.cache.is_compileable:  # a static cache shows all it has
+            return [tuple(layer[:, :, step : step + 1] for layer in layers) for step in range(count)]
+        windows = _windows(self.target, self.cache, len(layers))
+        seen = self.ids_before + self.ids.shape[1]
+        steps = []
+        for step in range(count):
+            ends = [layer.shape[-1] - (count - 1 - step) for layer in layers]
+            kept = [min(seen + step + 1, window or end) for window, end in zip(windows, ends, strict=True)]
+            cuts = zip(layers, ends, kept, strict=True)
+            steps.append(tuple(layer[:, :, step : step + 1, end - keep : end] for layer, end, keep in cuts))
+        return steps
+
     def commit(self, piece: torch.LongTensor, keep: int) -> None:
         """Keep the first `keep` tokens of a piece that was run, forget the others."""
         if self.cache is not None:
@@ -131,6 +151,16 @@ class _Row:
             )
         kwargs.pop(CACHE_NAME, None)
         return kwargs
+
+
+def _windows(target: PreTrainedModel, cache: Cache, count: int) -> list[int | None]:
+    """The windows of so many attention layers, some of which may keep no keys of their own."""
+    windows = [window_of(layer) for layer in cache.layers]
+    types = [kind for kind in getattr(text_config(target), "layer_types", None) or () if kind.endswith("attention")]
+    if len(types) == count:
+        window = next((window for window in windows if window is not None), None)
+        return [None if kind == "full_attention" else window for kind in types]
+    return windows if len(windows) == count else [None] * count
 
 
 def _of_row(kwargs: dict[str, Any], row: int, batch: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ The masks are the target's own: Transformers asks the mask function registered h
 else with its attention is found out in its first stream, by [`UnsupportedAttention`].
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ ATTENTION_NAME = "dspark_stream"
 _IDLE_TENSORS = ("position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 _active = threading.local()
+# What attention a config had before it was switched, by the config's id.
+_switched: dict[int, str] = {}
 
 
 class UnsupportedAttention(Exception):
@@ -197,7 +200,7 @@ class use_stream:
     """
     Context in which the target's attention runs over a cache's slots, in this thread.
 
-    Other threads that use the same target meanwhile meet the stream's attention too; it does plain attention there.
+    Other threads that use the same target meanwhile meet the stream's functions, which hand on to the target's own.
 
     Args:
         config (`PreTrainedConfig`): The text config whose attention is switched.
@@ -210,25 +213,32 @@ class use_stream:
 
     def __enter__(self) -> None:
         self.lock.acquire()
-        self.before = self.config._attn_implementation
+        self.before = _switched[id(self.config)] = self.config._attn_implementation
         self.config._attn_implementation = ATTENTION_NAME
         _active.cache = self.cache
 
     def __exit__(self, *error) -> None:
         _active.cache = None
         self.config._attn_implementation = self.before
+        del _switched[id(self.config)]
         self.lock.release()
 
 
+def _own_attention(config) -> str:
+    """The attention that a config is set to, apart from any stream."""
+    name = config._attn_implementation
+    return _switched.get(id(config), "sdpa") if name == ATTENTION_NAME else name
+
+
 def stream_mask(
-    *args, mask_function: Callable, device: torch.device, allow_is_causal_skip: bool = True, **kwargs
+    *, mask_function: Callable, device: torch.device, config, allow_is_causal_skip: bool = True, **kwargs
 ) -> torch.Tensor | None:
     """A mask of a flattened stream, as the mask functions of Transformers ask for it."""
     cache: SlotCache | None = getattr(_active, "cache", None)
     if cache is None:
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
-            *args, mask_function=mask_function, device=device, allow_is_causal_skip=allow_is_causal_skip, **kwargs
-        )
+        make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(_own_attention(config))
+        kwargs |= {"device": device, "config": config, "allow_is_causal_skip": allow_is_causal_skip}
+        return None if make_mask is None else make_mask(mask_function=mask_function, **kwargs)
     if not allow_is_causal_skip:
         # Something else is laid over the mask, such as an image's tokens seeing each other.
         raise UnsupportedAttention("a mask that is more than causal")
@@ -250,13 +260,10 @@ def stream_attention(
     """Attention of a flattened stream, as the public attention interface of Transformers calls it."""
     cache: SlotCache | None = getattr(_active, "cache", None)
     if cache is None:
-        if softcap is not None:
-            kwargs["softcap"] = softcap
-        if s_aux is not None:
-            kwargs["s_aux"] = s_aux
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+        kwargs |= {name: value for name, value in (("softcap", softcap), ("s_aux", s_aux)) if value is not None}
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(_own_attention(module.config), eager)
+        return attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     for name, argument in kwargs.items():
         if isinstance(argument, torch.Tensor) and name not in _IDLE_TENSORS:
             raise UnsupportedAttention(f"the argument `{name}`")

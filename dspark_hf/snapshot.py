@@ -99,7 +99,8 @@ class _Mapping(_Part):
 
     def restore(self):
         self.value.clear()
-        self.value.update(zip(self.keys, (part.value for part in self.parts), strict=True))
+        for key, part in zip(self.keys, self.parts, strict=True):
+            self.value[key] = part.value
 
     def is_unchanged(self):
         return list(self.value) == self.keys and super().is_unchanged()

@@ -11,7 +11,8 @@ class SpeculativeStats:
 
     Attributes:
         rounds (`int`): Verification rounds, counted for each row that took part.
-        drafted, verified, accepted (`int`): Draft tokens drawn, sent to the target, kept.
+        drafted, verified, accepted (`int`): Draft tokens drawn, sent to the target, accepted by it. Accepted ones that
+            stand behind a stop are counted, since they tell of the drafter, but are not part of the text.
         sent_by_position, accepted_by_position (`list[int]`): For each block position, how often the drafts before it
             had been accepted and it was sent; and was accepted as well.
         seconds_prefill, seconds_draft, seconds_verify, seconds_rest (`float`): Wall time by part of the call; on an

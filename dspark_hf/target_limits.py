@@ -39,6 +39,14 @@ def check_target(target: PreTrainedModel, keep_attentions: bool) -> None:
         raise ValueError(
             f"{name} with `is_moe` routes each token by its neighbours, so drafts cannot be verified. {_ADVICE}"
         )
+    # PEFT prepares the inputs of the model it wraps; only its virtual tokens change what a position is.
+    preparer = getattr(target.prepare_inputs_for_generation, "__self__", target)
+    peft_config = getattr(preparer, "active_peft_config", None)
+    if preparer is not target and peft_config is not None and peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{name} is wrapped by PEFT with virtual tokens ({type(peft_config).__name__}), which have no place in a "
+            f"drafter's context. {_ADVICE}"
+        )
     if keep_attentions and config.model_type in _WINDOW_IN_CACHE_ONLY:
         raise ValueError(f"{name} cannot return attention weights with a drafter. Leave `output_attentions` out.")
 

@@ -27,13 +27,14 @@ class StreamOutput:
         logits (`torch.Tensor` of shape `(tokens, vocab_size)`): Raw logits after each token.
         taps (`torch.Tensor` of shape `(tokens, taps * hidden_size)`): Tapped hidden states at each token.
         hidden_states (`tuple[torch.Tensor]`, *optional*): All of them, `(1, tokens, hidden_size)` a layer.
-        attentions (`list[tuple[torch.Tensor]]`, *optional*): For each row, `(1, heads, tokens, keys)` a layer.
+        attentions (`list[list[tuple[torch.Tensor]]]`, *optional*): For each row and token, `(1, heads, 1, keys)` a
+            layer.
     """
 
     logits: torch.Tensor
     taps: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None = None
-    attentions: list[tuple[torch.Tensor, ...]] | None = None
+    attentions: list[list[tuple[torch.Tensor, ...]]] | None = None
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Prefill:
         visible (`torch.BoolTensor` of shape `(rows, length)`): False at padding.
         model_kwargs (`dict`): As `generate` would hand them to the step after the prompt, without the cache.
         last_outputs (`ModelOutput`): `outputs` without what is large.
+        device (`torch.device`): Where the target takes its inputs.
     """
 
     input_ids: torch.LongTensor
@@ -65,6 +67,7 @@ class Prefill:
     visible: torch.BoolTensor
     model_kwargs: dict[str, Any]
     last_outputs: ModelOutput
+    device: torch.device
 
 
 def text_config(target: PreTrainedModel) -> PreTrainedConfig:
@@ -148,6 +151,8 @@ def prefill(
         visible=visible,
         model_kwargs=model_kwargs,
         last_outputs=last_outputs,
+        # Weights that accelerate has offloaded are on `meta` between passes.
+        device=outputs.logits.device if target.device.type == "meta" else target.device,
     )
 
 
