@@ -177,8 +177,8 @@ def check_fits(drafter, target: PreTrainedModel) -> None:
     config, wanted = drafter.config, text_config(target)
     if drafter.device.type == "meta":
         raise ValueError(
-            "The drafter's weights are on the `meta` device: offloaded, or not loaded. It is small; load it onto a device "
-            "as a whole, `DSparkDraftModel.from_pretrained(..., device_map={'': 'cpu'})` for example."
+            "The drafter's weights are on the `meta` device: offloaded, or not loaded. It is small; load it onto a "
+            "device as a whole, `DSparkDraftModel.from_pretrained(..., device_map={'': 'cpu'})` for example."
         )
     for name, found, field in (
         ("vocab_size", wanted.vocab_size, "vocab_size"),
@@ -188,8 +188,8 @@ def check_fits(drafter, target: PreTrainedModel) -> None:
         expected = getattr(config, field)
         if expected != found:
             raise ValueError(
-                f"The drafter was made for a target with {name} {expected} (its `{field}`), but {type(target).__name__} "
-                f"has {found}. Load the drafter that belongs to this target."
+                f"The drafter was made for a target with {name} {expected} (its `{field}`), but "
+                f"{type(target).__name__} has {found}. Load the drafter that belongs to this target."
             )
     for kind, owned, module, width in (
         ("embedding", config.owns_embedding, target.get_input_embeddings(), "embedding_dim"),

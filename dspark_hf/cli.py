@@ -6,6 +6,7 @@ Torch and Transformers are imported by the commands that need them, after the ar
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The command line: each subcommand's options are the keyword arguments of the function in its `run`."""
     parser = _Parser(prog="dspark", description="DSpark speculative decoding for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {importlib.metadata.version('dspark-hf')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_demo(commands)
     _add_generate(commands)
@@ -69,8 +71,8 @@ def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo.add_argument(
         "--prompt", dest="prompts", action="append", default=[], help="a prompt of your own instead (repeatable)"
     )
-    demo.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
-    demo.add_argument("--repetitions", type=_positive_int, default=3, help="timed calls each; default: %(default)s")
+    demo.add_argument("--max-new-tokens", type=_positive_int, default=96, help="default: %(default)s")
+    demo.add_argument("--repetitions", type=_positive_int, default=2, help="timed calls each; default: %(default)s")
     demo.add_argument("--prepare", action="store_true", help="only fetch and convert the model")
     _add_threshold(demo)
     _add_placement(demo, dtype="bfloat16")

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache, PreTrainedModel, cache_utils
+from transformers import PreTrainedModel, cache_utils
 
 
 FLOOR = Version("5.18.0")
 VERSION = Version(Version(transformers.__version__).base_version)
 if VERSION < FLOOR:
     raise ImportError(
-        f"dspark_hf needs transformers {FLOOR} or newer, found {transformers.__version__}: `pip install -U transformers`."
+        f"dspark_hf needs transformers {FLOOR} or newer, found {transformers.__version__}: run "
+        "`pip install -U transformers`."
     )
 
 # The name of the cache in `generate`'s model arguments and outputs: renamed in 5.24.
 CACHE_NAME = "cache" if Version("5.24.0") <= VERSION else "past_key_values"
-# Whether `output_hidden_states=[...]` counts the embedding output as entry 0: since 5.23; before, entry i is layer i's.
+# Whether `output_hidden_states=[...]` counts the embedding output as entry 0; before 5.23 entry i is layer i's.
 _EMBEDDING_COUNTS = Version("5.23.0") <= VERSION
 # Cache layers that hold nothing, of model layers that use another's keys: since 5.23; before, they have none.
 EMPTY_LAYERS = (cache_utils.DummyLayer,) if Version("5.23.0") <= VERSION else ()
@@ -57,6 +58,6 @@ def tapped_hidden_states(
     return [hidden_states[tap + offset] if tap + offset >= 0 else None for tap in taps]
 
 
-def is_croppable(cache: Cache) -> bool:
-    """Whether every layer of a cache can forget its last tokens."""
-    return all(getattr(layer, "is_croppable", False) for layer in cache.layers)
+def is_croppable(layer: cache_utils.CacheLayerMixin) -> bool:
+    """Whether a cache layer can forget its last tokens; of quantised ones older releases say so, and are wrong."""
+    return getattr(layer, "is_croppable", False) and not isinstance(layer, cache_utils.QuantizedLayer)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROMPTS = 3
+# Below this the table says that its figures mean little.
+FEW_ROUNDS = 60
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,11 @@ def remarks(comparisons: Sequence[Comparison], pair: Pair, greedy: bool) -> list
         )
     elif ratio >= 1:
         sentences.append(f"DSpark is {ratio:.2f} times as fast as plain generate here.")
+    rounds = sum(call.stats.rounds for comparison in comparisons for call in comparison.dspark if call.stats)
+    if rounds < FEW_ROUNDS:
+        sentences.append(f"These are only {rounds} rounds: too few for a figure; raise --max-new-tokens.")
+    if pair.names[1] == DEMO:
+        sentences.append("School maths is what the bundled drafter does best; other prompts accept less.")
     differing = [
         (number, comparison.first_difference)
         for number, comparison in enumerate(comparisons, start=1)
@@ -224,14 +231,14 @@ def run(
     texts = list(prompts) or read_prompts(str(bundled), PROMPTS)["school-maths"]
 
     console.print("[bold]DSpark on SmolLM2-135M-Instruct[/]", highlight=False)
-    console.print(f"{pair.description}, {torch.get_num_threads()} threads, greedy", highlight=False)
+    console.print(f"{pair.description}, {torch.get_num_threads()} CPU thread(s), greedy", highlight=False)
     print_legend(console)
     encoded = [pair.encode(text) for text in texts]
     warm_up(pair, encoded[0], [plain_method(), dspark_method(pair)], options)
 
     comparisons = []
     for number, (text, inputs) in enumerate(zip(texts, encoded, strict=True), start=1):
-        console.rule(f"Prompt {number}")
+        console.rule(f"Prompt {number} of {len(texts)}")
         console.print(text, style="italic", highlight=False, markup=False)
         console.print()
         stream(pair, inputs, options, console)

@@ -142,9 +142,7 @@ class FlattenedStream:
         if plan.unattended or not plan.masks:
             raise UnsupportedAttention("a way around Transformers' masks or attention interface")
         hidden = outputs.hidden_states if self.keep_hidden else None
-        return StreamOutput(
-            outputs.logits[0], read_taps(self.target, outputs, self.taps)[0], hidden_states=hidden
-        )
+        return StreamOutput(outputs.logits[0], read_taps(self.target, outputs, self.taps)[0], hidden_states=hidden)
 
     def _positions(self, counts: Sequence[int], device: torch.device) -> torch.LongTensor:
         def of_dimension(next_positions):

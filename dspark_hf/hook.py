@@ -91,8 +91,8 @@ def _refuse(target: PreTrainedModel, generation_mode: GenerationMode, generation
     # DoLa would be dropped in favour of an assistant, with a warning.
     if generation_mode != GenerationMode.ASSISTED_GENERATION or "dola_layers" in found:
         raise ValueError(
-            f"`assistant_model` is a DSpark drafter but these options ask for another kind of decoding: {found}. Leave "
-            "them out (greedy decoding or sampling), or call `generate` without `assistant_model`."
+            f"`assistant_model` is a DSpark drafter but these options ask for another kind of decoding: {found}. "
+            "Leave them out (greedy decoding or sampling), or call `generate` without `assistant_model`."
         )
 
 

@@ -33,10 +33,10 @@ class RowStream:
                 f"{type(target).__name__} has no cache and returns the states of the whole text in each step, which a "
                 "drafter does not. Leave `output_hidden_states` and `output_attentions` out."
             )
-        if self.has_cache and not is_croppable(prompt.cache):
-            kinds = sorted({type(layer).__name__ for layer in prompt.cache.layers if not _croppable(layer)})
+        stuck = sorted({type(layer).__name__ for layer in prompt.cache.layers if not is_croppable(layer)})
+        if self.has_cache and stuck:
             raise ValueError(
-                f"{type(target).__name__} keeps {', '.join(kinds)} in its cache, which cannot forget rejected drafts. "
+                f"{type(target).__name__} keeps {', '.join(stuck)} in its cache, which cannot forget rejected drafts. "
                 "Call `generate` without `assistant_model`, or with another `cache_implementation`."
             )
         self.target, self.prompt, self.taps = target, prompt, list(taps)
@@ -88,9 +88,7 @@ class RowStream:
 class _Row:
     """A row's tokens, cache and model arguments, as `generate` would have them before its next step."""
 
-    def __init__(
-        self, target: PreTrainedModel, prompt: Prefill, row: int, request: bool | list[int], has_cache: bool
-    ):
+    def __init__(self, target: PreTrainedModel, prompt: Prefill, row: int, request: bool | list[int], has_cache: bool):
         self.target, self.last_outputs = target, prompt.last_outputs
         batch = len(prompt.visible)
         self.kwargs = _of_row(prompt.model_kwargs, row, batch) | {"output_hidden_states": request}
@@ -173,7 +171,3 @@ def _of_row(kwargs: dict[str, Any], row: int, batch: int) -> dict[str, Any]:
             if value.ndim > dimension and value.shape[dimension] == batch:
                 kwargs[name] = value.narrow(dimension, row, 1)
     return kwargs
-
-
-def _croppable(layer) -> bool:
-    return bool(getattr(layer, "is_croppable", False))

@@ -267,6 +267,8 @@ def stream_attention(
     for name, argument in kwargs.items():
         if isinstance(argument, torch.Tensor) and name not in _IDLE_TENSORS:
             raise UnsupportedAttention(f"the argument `{name}`")
+    if _own_attention(module.config) == "sdpa":
+        softcap = s_aux = None  # older releases leave these out there, newer ones do not come here with them
     plan = cache.plan
     mask = plan.find_mask(attention_mask)
     plan.unattended, plan.window = False, None

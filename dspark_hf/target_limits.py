@@ -69,7 +69,8 @@ def check_positions(target: PreTrainedModel, lengths: Sequence[int], new_tokens:
         # The long factors of longrope are constant again.
         if last > limit and not (rope_type == "longrope" and min(lengths) > limit):
             raise ValueError(
-                f"{type(target).__name__} changes its rotary embeddings ({rope_type}) when the text grows past {limit} "
+                f"{type(target).__name__} changes its rotary embeddings ({rope_type}) when the text grows past "
+                f"{limit} "
                 f"tokens, and {max(lengths)} + {new_tokens} could; drafts cannot be verified across that. Lower "
                 "`max_new_tokens`, or call `generate` without `assistant_model`."
             )

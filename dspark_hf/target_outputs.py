@@ -136,9 +136,7 @@ def prefill(
         cache = returned  # Phi-3 drops the one it was given in front of a long prompt
     new = visible[:, cached_length:]
     last_outputs = type(outputs)(**{name: value for name, value in outputs.items() if name not in _LARGE_FIELDS})
-    model_kwargs = target._update_model_kwargs_for_generation(
-        last_outputs, model_kwargs, is_encoder_decoder=False
-    )
+    model_kwargs = target._update_model_kwargs_for_generation(last_outputs, model_kwargs, is_encoder_decoder=False)
     model_kwargs.pop(CACHE_NAME, None)
     return Prefill(
         input_ids=input_ids,
