@@ -101,13 +101,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
         slots[:, 0] = anchors
         counts = [sum(map(len, pieces)) for pieces in self.pending]
         pieces = [piece for pieces in self.pending for piece in pieces]
-        context = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        hidden = self.drafter(
-            self.drafter.embed(slots, self.target_embedding),
-            context_hidden_states=context.to(self.device),
-            context_lengths=counts,
-            context=self.context,
-        )
+        if pieces:
+            context = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        else:
+            context = self.drafter.fc.weight.new_empty(0, self.drafter.fc.in_features)
+        # The drafter computes in its own dtype, whatever the caller's autocast says of the target.
+        with torch.autocast(self.device.type, enabled=False):
+            hidden = self.drafter(
+                self.drafter.embed(slots, self.target_embedding),
+                context_hidden_states=context.to(self.device),
+                context_lengths=counts,
+                context=self.context,
+            )
         self.pending = [[] for _ in rows]
         drawn_from: list[torch.Tensor] = []
 
@@ -118,7 +123,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 scores = self.processors([(row, sequences.prefix(row, slot), slot) for row in rows], scores)
             if self.do_sample:
                 drawn_from.append(probabilities(scores))
-                tokens = sampling.draw_tokens(drawn_from[-1])
+                tokens = self._draw(drawn_from[-1])
             else:
                 tokens = sampling.most_likely(scores)
             if self.processors:
@@ -127,7 +132,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return tokens.to(self.device)
 
         state = self.processors.state()
-        draft = self.drafter.draft(hidden, anchors, self.target_lm_head, select)
+        with torch.autocast(self.device.type, enabled=False):
+            draft = self.drafter.draft(hidden, anchors, self.target_lm_head, select)
         self.processors.restore(state)
         if self.threshold > 0:
             confidences = torch.sigmoid(draft.confidence_logits.float()).tolist()
@@ -139,6 +145,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             verify_lengths=verify_lengths,
             draft_probs=torch.stack(drawn_from, dim=1) if self.do_sample else None,
         )
+
+    def _draw(self, probs: torch.Tensor) -> torch.LongTensor:
+        try:
+            return sampling.draw_tokens(probs)
+        except ValueError as error:
+            raise ValueError(
+                f"The drafter ({self.drafter.dtype}) gave scores that are no distribution to draw from. Check its "
+                "weights and dtype, and that the logits processors leave a token."
+            ) from error
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing is adapted to the outcome of a round."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from .sequences import Sequences
 from .slot_cache import UnsupportedAttention
 from .statistics import SpeculativeStats
 from .streaming import DSparkStreamer
+from .target_limits import places_for
 from .target_outputs import StreamOutput, prefill
 from .target_stream import mark_unstreamable, open_stream
 
@@ -256,6 +256,7 @@ class _Run:
         self.processors = ProcessorChain(logits_processor, batch, self.stops.end_tokens)
         self.recorder = _Recorder(generation_config, batch)
         self.stats = SpeculativeStats(rows=[SpeculativeStats() for _ in range(batch)])
+        drafter.last_call.stats = self.stats  # now, so that a call that fails leaves what it did
         block_size = drafter.config.block_size
         expected = (self.stops.max_length or prompt_length) - prompt_length
         self.sequences = Sequences(input_ids, room=min(max(expected, 0), 1024) + block_size + 1)
@@ -273,6 +274,7 @@ class _Run:
         prompt.outputs = None
         self.stream = open_stream(self.target, prompt, self.config, self.taps)
         self.stream.keep_finished = self.returns_cache
+        self.places = places_for(self.target, prompt.cache)
         threshold = confidence_threshold(self.drafter, self.config)
         self.drafts = DSparkCandidateGenerator(
             self.drafter, self.target, prompt.cached, self.processors, self.do_sample, threshold
@@ -317,10 +319,12 @@ class _Run:
 
     def _room(self, row: int) -> int:
         """Drafts of a row that can still be of use: all but the last token that may come."""
-        limit = self._common_length() if row in self.stopped_at else self.stops.max_length
-        if limit is None:
-            return self.drafts.block_size
-        return max(limit - self.sequences.lengths[row] - 1, 0)
+        ends = [self._common_length() if row in self.stopped_at else self.stops.max_length]
+        if self.places is not None:  # what is run ends one token before the text does
+            ends.append(self.places - self.prompt.visible.shape[1] + self.sequences.prompt_length + 1)
+        ends = [end for end in ends if end is not None]
+        left = min(ends) - self.sequences.lengths[row] - 1 if ends else self.drafts.block_size
+        return max(left, 0)
 
     def _common_length(self) -> int:
         """The length that all rows are going to have at least, where finished rows are not filled up but go on."""
@@ -460,7 +464,6 @@ class _Run:
 
     def _result(self) -> DSparkGenerateOutput | torch.LongTensor:
         self.output_streamer.end()
-        self.drafter.speculative_stats_by_thread[threading.get_ident()] = self.stats
         if self.returns_cache:
             self.stream.close()
         sequences = self.sequences.padded(self.pad_token_id)

@@ -132,10 +132,10 @@ class FlattenedStream:
             cache_argument(self.target): self.cache,
         }
         try:
-            with use_stream(self.config, lock_of(self.target), self.cache):
+            with use_stream(self.config, lock_of(self.config), self.cache):
                 outputs = self.target(**inputs)
         except RuntimeError as error:
-            if not plan.unattended:
+            if isinstance(error, torch.OutOfMemoryError) or not plan.unattended:
                 raise
             # Keys of all rows went to an attention that knows of one row.
             raise UnsupportedAttention("a way around the attention interface") from error

@@ -1,16 +1,19 @@
-"""One lock a target: while a stream runs, the target's attention is switched."""
+"""One lock a config: while a stream runs, the attention that its config names is switched."""
 
 import threading
 import weakref
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 
-_locks: "weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock]" = weakref.WeakKeyDictionary()
+_locks: dict[int, threading.RLock] = {}
 _guard = threading.Lock()
 
 
-def lock_of(target: PreTrainedModel) -> threading.RLock:
-    """The lock that belongs to a target."""
+def lock_of(config: PreTrainedConfig) -> threading.RLock:
+    """The lock that belongs to a config, which several targets may share."""
     with _guard:
-        return _locks.setdefault(target, threading.RLock())
+        if id(config) not in _locks:
+            _locks[id(config)] = threading.RLock()
+            weakref.finalize(config, _locks.pop, id(config), None)
+        return _locks[id(config)]

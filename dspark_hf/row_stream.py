@@ -125,10 +125,13 @@ class _Row:
         seen = self.ids_before + self.ids.shape[1]
         steps = []
         for step in range(count):
-            ends = [layer.shape[-1] - (count - 1 - step) for layer in layers]
-            kept = [min(seen + step + 1, window or end) for window, end in zip(windows, ends, strict=True)]
-            cuts = zip(layers, ends, kept, strict=True)
-            steps.append(tuple(layer[:, :, step : step + 1, end - keep : end] for layer, end, keep in cuts))
+            shown = []
+            for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+                constant = index in self.constant_layers
+                end = layer.shape[-1] - (0 if constant else count - 1 - step)
+                keep = end if constant or window is None else min(seen + step + 1, window)
+                shown.append(layer[:, :, step : step + 1, end - keep : end])
+            steps.append(tuple(shown))
         return steps
 
     def commit(self, piece: torch.LongTensor, keep: int) -> None:

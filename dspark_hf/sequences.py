@@ -14,7 +14,7 @@ class Sequences:
 
     def __init__(self, input_ids: torch.LongTensor, room: int):
         rows, self.prompt_length = input_ids.shape
-        self.tokens = torch.cat([input_ids, input_ids.new_zeros(rows, room)], dim=1)
+        self.tokens = torch.cat([input_ids.long(), input_ids.new_zeros(rows, room, dtype=torch.long)], dim=1)
         self.lengths = [self.prompt_length] * rows
 
     def reserve(self, more: int) -> None:

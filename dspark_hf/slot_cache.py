@@ -218,10 +218,12 @@ class use_stream:
         _active.cache = self.cache
 
     def __exit__(self, *error) -> None:
-        _active.cache = None
-        self.config._attn_implementation = self.before
-        del _switched[id(self.config)]
-        self.lock.release()
+        try:
+            _active.cache = None
+            self.config._attn_implementation = self.before
+            _switched.pop(id(self.config), None)
+        finally:
+            self.lock.release()
 
 
 def _own_attention(config) -> str:

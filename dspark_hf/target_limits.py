@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import StaticLayer
 
 
 _ADVICE = "Call `generate` without `assistant_model`."
@@ -15,6 +16,8 @@ _NOT_STEP_BY_STEP = {
 }
 # Their masks know of no window: the cache forgets what is too old, so it must be told token by token.
 _WINDOW_IN_CACHE_ONLY = ("kyutai_speech_to_text", "moshi")
+# Their masks of left-padded rows are right for one token at a time only.
+_NO_PADDING = ("unlimited_ocr_text",)
 
 
 def check_target(target: PreTrainedModel, keep_attentions: bool) -> None:
@@ -51,19 +54,26 @@ def check_target(target: PreTrainedModel, keep_attentions: bool) -> None:
         raise ValueError(f"{name} cannot return attention weights with a drafter. Leave `output_attentions` out.")
 
 
-def check_positions(target: PreTrainedModel, lengths: Sequence[int], new_tokens: int) -> None:
+def check_prompts(target: PreTrainedModel, lengths: Sequence[int], padded: bool, new_tokens: int) -> None:
     """
-    Check that no position is reached where the rotary embedding of a position depends on those after it.
+    Check what depends on the prompts: mostly that no position is reached where the rotary embedding of a position
+    depends on those after it.
 
     Args:
         target (`PreTrainedModel`): The verifying model.
         lengths (`Sequence[int]`): Of the prompts.
+        padded (`bool`): Whether any of them is padded.
         new_tokens (`int`): Tokens that may come.
 
     Raises:
-        `ValueError`: if it could be reached.
+        `ValueError`: if the text could not be that of plain `generate`.
     """
     config = target.config.get_text_config(decoder=True)
+    if padded and config.model_type in _NO_PADDING:
+        raise ValueError(
+            f"{type(target).__name__} cannot verify drafts of padded prompts. Give prompts of one length, or call "
+            "`generate` without `assistant_model`."
+        )
     last = max(lengths) + new_tokens - 1
     for rope_type, limit in _changing_ropes(config):
         # The long factors of longrope are constant again.
@@ -74,6 +84,19 @@ def check_positions(target: PreTrainedModel, lengths: Sequence[int], new_tokens:
                 f"tokens, and {max(lengths)} + {new_tokens} could; drafts cannot be verified across that. Lower "
                 "`max_new_tokens`, or call `generate` without `assistant_model`."
             )
+
+
+def places_for(target: PreTrainedModel, cache: Cache) -> int | None:
+    """
+    How many tokens of a row can be run at all, so that drafts do not go where the text itself never may: the end of a
+    table of positions, the room of a static cache. `None` for no limit.
+    """
+    config = target.config.get_text_config(decoder=True)
+    limits = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
+    if not getattr(config, "rope_parameters", None):
+        limits.append(getattr(config, "max_position_embeddings", None))
+    limits = [limit for limit in limits if limit]
+    return min(limits) if limits else None
 
 
 def _changing_ropes(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:

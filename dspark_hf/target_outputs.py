@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from .cache_layers import is_filled
 from .compat import CACHE_NAME, hidden_states_request, tapped_hidden_states
-from .target_limits import check_positions
+from .target_limits import check_prompts
 
 
 # Fields of a model's output that are large and that no later step of `generate` reads.
@@ -130,7 +130,8 @@ def prefill(
             f"attention mask has {visible.shape[1]}: something adds positions to the prompt. Call `generate` without "
             "`assistant_model`."
         )
-    check_positions(target, visible.sum(dim=1).tolist(), generation_config.max_length - input_ids.shape[1])
+    new_tokens = generation_config.max_length - input_ids.shape[1]
+    check_prompts(target, visible.sum(dim=1).tolist(), not visible.all(), new_tokens)
     returned = outputs.get(CACHE_NAME)
     if isinstance(returned, Cache) and not is_filled(cache):
         cache = returned  # Phi-3 drops the one it was given in front of a long prompt

@@ -82,6 +82,18 @@ class DraftOutput:
     confidence_logits: torch.Tensor | None
 
 
+class LastCall(threading.local):
+    """Statistics of each thread's last call; they go with the thread, and a copy of the drafter starts without."""
+
+    stats: Any | None = None
+
+    def __deepcopy__(self, memo: dict) -> "LastCall":
+        return LastCall()
+
+    def __reduce__(self) -> tuple:
+        return LastCall, ()
+
+
 class DSparkRMSNorm(nn.Module):
     """Root mean square norm, in float32 inside."""
 
@@ -319,7 +331,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.rotary = DSparkRotaryEmbedding(config)
         # Defaults for drafting only: nothing of the model's config belongs in it.
         self.generation_config = GenerationConfig()
-        self.speculative_stats_by_thread: dict[int, Any] = {}
+        self.last_call = LastCall()
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -515,7 +527,7 @@ class DSparkDraftModel(PreTrainedModel):
     @property
     def speculative_stats(self) -> Any | None:
         """Statistics of this thread's last `generate` with this drafter, or `None`."""
-        return self.speculative_stats_by_thread.get(threading.get_ident())
+        return self.last_call.stats
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -192,6 +192,36 @@ DECODERS: dict[str, Family] = {
 }
 
 
+# Other configs of the families above: a name, the model type, and the fields that differ.
+VARIANTS: dict[str, tuple[str, Family]] = {
+    "falcon, rotary": ("falcon", Family("row by row", fields={"alibi": False})),
+    "falcon, new": ("falcon", Family("row by row", fields={"alibi": False, "new_decoder_architecture": True})),
+    "qwen2, sliding": ("qwen2", Family(fields=MIXED | {"use_sliding_window": True})),
+    "mistral, no window": ("mistral", Family(fields={"sliding_window": None})),
+    "gpt_neox, serial": ("gpt_neox", Family(fields={"use_parallel_residual": False})),
+    "opt, norms after": ("opt", Family(fields={"do_layer_norm_before": False})),
+    "llama, tied": ("llama", Family(fields={"tie_word_embeddings": True})),
+    "llama, one key head": ("llama", Family(fields={"num_key_value_heads": 1})),
+    "llama, yarn": (
+        "llama",
+        Family(
+            fields={
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            }
+        ),
+    ),
+    "smollm3, some layers without rotation": ("smollm3", Family(fields={"no_rope_layers": [1, 0, 1, 0]})),
+    "gemma3n_text, nothing shared": ("gemma3n_text", Family(fields={"num_kv_shared_layers": 0})),
+    "llama4_text, no scaling": ("llama4_text", Family(fields={"attn_temperature_tuning": False})),
+    "doge, mixture of experts": ("doge", Family("refused", fields={"is_moe": True})),
+}
+
+
 def text_fields(model_type: str, **changes: Any) -> dict[str, Any]:
     """The fields of [`SIZES`] that a config has, and changes."""
     config_class = CONFIG_MAPPING[model_type]
@@ -219,7 +249,10 @@ def scramble(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def decoder(model_type: str, **changes: Any) -> PreTrainedModel:
-    """A tiny target of a family."""
+    """A tiny target of a family or a variant."""
+    if model_type in VARIANTS:
+        model_type, variant = VARIANTS[model_type]
+        changes = variant.fields | changes
     fields = text_fields(model_type, **DECODERS[model_type].fields | changes)
     torch.manual_seed(0)
     return scramble(AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields)))

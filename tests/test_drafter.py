@@ -620,7 +620,7 @@ def test_generate_says_what_to_do_instead():
 
 def test_statistics_belong_to_a_thread():
     drafter = tiny_drafter()
-    drafter.speculative_stats_by_thread[threading.get_ident()] = "mine"
+    drafter.last_call.stats = "mine"
     seen = []
     thread = threading.Thread(target=lambda: seen.append(drafter.speculative_stats))
     thread.start()

@@ -7,7 +7,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
-from families import DECODERS, IMAGE_READERS, Family, decoder, drafter_for, image_reader, prompts
+from families import DECODERS, IMAGE_READERS, VARIANTS, Family, decoder, drafter_for, image_reader, prompts
 from packaging.version import Version
 from tiny import oracle
 from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedModel
@@ -100,6 +100,12 @@ def test_text(name, streams, monkeypatch):
         pytest.skip("not in this release")
     target = decoder(name)
     check(name, DECODERS[name], target, drafter_for(target), prompts(), streams, monkeypatch)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, streams, monkeypatch):
+    target = decoder(name)
+    check(name, VARIANTS[name][1], target, drafter_for(target), prompts(), streams, monkeypatch)
 
 
 @pytest.mark.parametrize("name", params(IMAGE_READERS))
