@@ -2,7 +2,7 @@
 # installs what it needs (again only after pyproject.toml changed) and then runs.
 #
 #   make demo         a real language model with and without DSpark, side by side
-#   make test         the test suite (PYTEST_ARGS="-m 'not slow'" for the fast part)
+#   make test         the test suite (PYTEST_ARGS="-m slow" for the slow part)
 #   make lint         ruff, linter and formatter
 #   make format       let ruff rewrite what `make lint` complains about
 #   make test-floor   the test suite on the oldest supported transformers and on one in between
