@@ -18,15 +18,14 @@ from .compat import EMPTY_LAYERS
 
 # Layers that hold keys and values of the last positions and nothing else (a subclass may hold more).
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, *EMPTY_LAYERS)
-# The dimension that grows with the sequence in the tensors of growing layers.
-_LENGTH_DIMENSION = {"keys": 2, "values": 2, "indexer_keys": 1}
+# The dimensions of rows and of positions in the tensors of layers, where they are not the first and any that differs.
+_ROW_DIMENSION = {"indexer_position_ids": 1}
+_LENGTH_DIMENSION = {"keys": 2, "values": 2}
 
 
 def is_filled(cache: Cache) -> bool:
-    """Whether any layer of a cache holds something."""
-    return any(getattr(layer, "is_initialized", False) and layer.keys is not None for layer in cache.layers) or any(
-        any(getattr(layer, "is_conv_states_initialized", {}).values()) for layer in cache.layers
-    )
+    """Whether any layer of a cache holds keys and values; layers without a length hold states of another kind."""
+    return any(hasattr(layer, "get_seq_length") and int(layer.get_seq_length()) > 0 for layer in cache.layers)
 
 
 def window_of(layer: CacheLayerMixin) -> int | None:
@@ -74,9 +73,10 @@ def join_rows(cache: Cache, rows: Sequence[Cache]) -> None:
         for name, first in vars(parts[0]).items():
             values = [getattr(part, name) for part in parts]
             if isinstance(first, torch.Tensor) and first.ndim > 0:
-                if name in _LENGTH_DIMENSION and not isinstance(layer, StaticLayer):
-                    values = _align(parts, values, _LENGTH_DIMENSION[name])
-                _set(layer, name, torch.cat(values))
+                dimension = _LENGTH_DIMENSION.get(name, _differing(values))
+                if dimension is not None and not isinstance(layer, StaticLayer):
+                    values = _align(parts, values, dimension)
+                _set(layer, name, torch.cat(values, dim=_ROW_DIMENSION.get(name, 0)))
             elif isinstance(first, torch.Tensor):
                 _set(layer, name, torch.stack(values).amax())
             elif isinstance(first, dict):
@@ -86,6 +86,12 @@ def join_rows(cache: Cache, rows: Sequence[Cache]) -> None:
                 setattr(layer, name, max(values))
 
 
+def _differing(values: Sequence[torch.Tensor]) -> int | None:
+    """The dimension in which tensors differ, if any."""
+    sizes = zip(*(value.shape for value in values), strict=True)
+    return next((dimension for dimension, size in enumerate(sizes) if len(set(size)) > 1), None)
+
+
 def _join(items: list):
     return torch.cat(items) if isinstance(items[0], torch.Tensor) else items[0]
 
@@ -93,17 +99,15 @@ def _join(items: list):
 def _align(parts: Sequence[CacheLayerMixin], values: list[torch.Tensor], dimension: int) -> list[torch.Tensor]:
     """Append zeros to the states of shorter rows; a sliding layer keeps what its window lets the next token see."""
     lengths = [part.get_seq_length() for part in parts]
-    longest = max(lengths)
-    kept = longest
-    if isinstance(parts[0], DynamicSlidingWindowLayer):
-        kept = min(longest, parts[0].sliding_window - 1)
-    aligned = []
+    padded = []
     for value, length in zip(values, lengths, strict=True):
         shape = list(value.shape)
-        shape[dimension] = longest - length
-        value = torch.cat([value, value.new_zeros(shape)], dim=dimension)
-        aligned.append(value.narrow(dimension, value.shape[dimension] - kept, kept))
-    return aligned
+        shape[dimension] = max(lengths) - length
+        padded.append(torch.cat([value, value.new_zeros(shape)], dim=dimension))
+    kept = min(value.shape[dimension] for value in padded)
+    if isinstance(parts[0], DynamicSlidingWindowLayer):
+        kept = min(kept, parts[0].sliding_window - 1)
+    return [value.narrow(dimension, value.shape[dimension] - kept, kept) for value in padded]
 
 
 def _set(layer: CacheLayerMixin, name: str, value: torch.Tensor) -> None:

@@ -59,5 +59,18 @@ def tapped_hidden_states(
 
 
 def is_croppable(layer: cache_utils.CacheLayerMixin) -> bool:
-    """Whether a cache layer can forget its last tokens; of quantised ones older releases say so, and are wrong."""
-    return getattr(layer, "is_croppable", False) and not isinstance(layer, cache_utils.QuantizedLayer)
+    """
+    Whether [`crop`] makes a cache layer forget its last tokens. Older releases say so of quantised layers, and are
+    wrong, and do not say so of static ones.
+    """
+    if isinstance(layer, cache_utils.QuantizedLayer):
+        return False
+    return type(layer) is cache_utils.StaticLayer or getattr(layer, "is_croppable", False)
+
+
+def crop(layer: cache_utils.CacheLayerMixin, count: int) -> None:
+    """Make a cache layer forget its last `count` tokens."""
+    if type(layer) is cache_utils.StaticLayer:
+        layer.cumulative_length.sub_(count)
+    else:
+        layer.crop(-count)

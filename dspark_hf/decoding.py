@@ -359,7 +359,7 @@ class _Run:
         if self.stats.rounds:
             raise RuntimeError(f"{type(self.target).__name__} changed its attention while generating: {reason}.")
         logger.info("%s is verified row by row: its attention has %s.", type(self.target).__name__, reason)
-        mark_unstreamable(self.target)
+        mark_unstreamable(self.target, len(self.active))
         self.stream = open_stream(self.target, self.prompt, self.config, self.taps)
         self.stream.keep_rows(self.active)
         self.stream.keep_finished = self.returns_cache

@@ -53,6 +53,7 @@ class FlattenedStream:
         self.final_lengths: dict[int, int] = {}
         self.keep_finished = False
         self.cache = self._import(prompt.cache)
+        self.cache_name = cache_argument(target)
 
     def _step_inputs(self) -> tuple[dict[str, Any], dict[str, int], torch.LongTensor]:
         """What the target's own preparation gives to the step after the prompt, as far as it holds for all steps."""
@@ -123,13 +124,13 @@ class FlattenedStream:
             [`UnsupportedAttention`]: in the first stream, if the target's attention does not do as the stream wants.
         """
         device = tokens.device
-        plan = self.cache.plan = StreamPlan(self.cache.lengths, counts, device)
+        plan = self.cache.plan = StreamPlan(self.cache.lengths, counts)
         inputs = {
             **self.inputs,
             **{name: torch.full_like(tokens, kind)[None] for name, kind in self.token_types.items()},
             "input_ids": tokens[None],
             "position_ids": self._positions(counts, device),
-            cache_argument(self.target): self.cache,
+            self.cache_name: self.cache,
         }
         try:
             with use_stream(self.config, lock_of(self.config), self.cache):

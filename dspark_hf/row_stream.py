@@ -7,7 +7,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from .cache_layers import copy_row, is_filled, join_rows, window_of
-from .compat import CACHE_NAME, hidden_states_request, is_croppable
+from .compat import CACHE_NAME, crop, hidden_states_request, is_croppable
 from .target_outputs import Prefill, StreamOutput, read_taps, text_config
 
 
@@ -139,7 +139,7 @@ class _Row:
         if self.cache is not None:
             for index, layer in enumerate(self.cache.layers):
                 if index not in self.constant_layers:
-                    layer.crop(keep - len(piece))
+                    crop(layer, len(piece) - keep)
         self.ids = torch.cat([self.ids, piece[None, :keep]], dim=1)
         self.kwargs = self._after(keep)
 

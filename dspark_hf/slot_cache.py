@@ -46,12 +46,10 @@ class StreamPlan:
     Attributes:
         held (`Sequence[int]`): Slots of each row that are filled.
         counts (`Sequence[int]`): New tokens of each row.
-        device (`torch.device`): Of the target's inputs.
     """
 
     held: Sequence[int]
     counts: Sequence[int]
-    device: torch.device
     unattended: bool = False  # a layer's keys were written, and its attention has not come here yet
     window: int | None = None  # of that layer's cache
     masks: list[tuple[torch.Tensor, bool]] = field(default_factory=list)  # and whether they are plainly causal
@@ -60,16 +58,18 @@ class StreamPlan:
     def __post_init__(self) -> None:
         self.used = max(map(sum, zip(self.held, self.counts, strict=True)))
         self.longest = max(self.counts)
-        self.row_index = self.offsets = None
+        self._places: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+
+    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Row, offset in the row's tokens and slot of each token, on a layer's device; `None` for a single row."""
         if len(self.counts) == 1:
-            self.slots = slice(self.held[0], self.used)
-        else:
+            return None
+        if device not in self._places:
             rows = [row for row, count in enumerate(self.counts) for _ in range(count)]
             offsets = [offset for count in self.counts for offset in range(count)]
             slots = [self.held[row] + offset for row, offset in zip(rows, offsets, strict=True)]
-            self.row_index, self.offsets, self.slots = (
-                torch.tensor(values, device=self.device) for values in (rows, offsets, slots)
-            )
+            self._places[device] = tuple(torch.tensor(values, device=device) for values in (rows, offsets, slots))
+        return self._places[device]
 
     def make_mask(self, mask_function: Callable, device: torch.device) -> torch.Tensor:
         """
@@ -106,24 +106,26 @@ class StreamPlan:
         key = (self.window, causal.device)
         if key not in self.windowed:
             window = sliding_window_causal_mask_function(self.window)
-            self.windowed[key] = causal & StreamPlan(self.held, self.counts, causal.device).make_mask(
-                window, causal.device
-            )
+            self.windowed[key] = causal & StreamPlan(self.held, self.counts).make_mask(window, causal.device)
         return self.windowed[key]
 
     def by_row(self, states: torch.Tensor) -> torch.Tensor:
         """`(1, heads, tokens, head_dim)` of the stream as `(rows, heads, longest, head_dim)`."""
-        if self.row_index is None:
+        places = self.places(states.device)
+        if places is None:
             return states
+        row_index, offsets, _ = places
         rows = states.new_zeros(len(self.counts), states.shape[1], self.longest, states.shape[-1])
-        rows[self.row_index, :, self.offsets] = states[0].transpose(0, 1)
+        rows[row_index, :, offsets] = states[0].transpose(0, 1)
         return rows
 
     def flatten(self, states: torch.Tensor) -> torch.Tensor:
         """`(rows, heads, longest, head_dim)` as `(1, tokens, heads, head_dim)`."""
-        if self.row_index is None:
+        places = self.places(states.device)
+        if places is None:
             return states.transpose(1, 2)
-        return states[self.row_index, :, self.offsets][None]
+        row_index, offsets, _ = places
+        return states[row_index, :, offsets][None]
 
 
 def _same_or_moved(given: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -169,9 +171,10 @@ class SlotCache(Cache):
             raise UnsupportedAttention("a way around Transformers' masks or attention interface")
         if layer_idx >= len(self.buffers):
             raise UnsupportedAttention("more cache layers than the prompt filled")
-        plan.unattended, plan.window = True, self.windows[layer_idx]
         buffer = self.buffers[layer_idx]
-        buffer.write(key_states[0], value_states[0], plan.row_index, plan.slots, plan.used)
+        row_index, _, slots = plan.places(key_states.device) or (None, None, slice(plan.held[0], plan.used))
+        buffer.write(key_states[0], value_states[0], row_index, slots, plan.used)
+        plan.unattended, plan.window = True, self.windows[layer_idx]
         return buffer.read(plan.used)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:

@@ -14,13 +14,13 @@ from .target_outputs import Prefill
 
 logger = logging.getLogger(__name__)
 
-# Classes of targets whose attention is not what the flattened stream needs, as their first stream showed.
-_unstreamable: "weakref.WeakSet[type]" = weakref.WeakSet()
+# The fewest rows of which a target could not run a flattened stream, as its first one showed.
+_unstreamable: "weakref.WeakKeyDictionary[PreTrainedModel, int]" = weakref.WeakKeyDictionary()
 
 
-def mark_unstreamable(target: PreTrainedModel) -> None:
-    """Remember that this class of targets cannot run flattened streams."""
-    _unstreamable.add(type(target))
+def mark_unstreamable(target: PreTrainedModel, rows: int) -> None:
+    """Remember that a target cannot run flattened streams of so many rows or more."""
+    _unstreamable[target] = min(rows, _unstreamable.get(target, rows))
 
 
 def open_stream(
@@ -41,7 +41,8 @@ def open_stream(
     """
     keep_hidden = bool(generation_config.output_hidden_states)
     keep_attentions = bool(generation_config.output_attentions)
-    if not keep_attentions and type(target) not in _unstreamable:
+    rows = len(prompt.visible)
+    if not keep_attentions and rows < _unstreamable.get(target, rows + 1):
         try:
             return FlattenedStream(target, prompt, taps, keep_hidden)
         except UnsupportedAttention as reason:

@@ -110,7 +110,7 @@ DECODERS: dict[str, Family] = {
     "minicpm3": Family(fields=LATENT),
     "llama4_text": Family(
         several="row by row",
-        why="of several rows, queries scaled by the length of the cache",
+        why="queries scaled by the length of the cache, which several rows do not share",
         fields={
             "attention_chunk_size": WINDOW,
             "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
@@ -535,6 +535,17 @@ not here has not been tried.
 ## Images and text
 
 {images}
+
+## Whatever the family
+
+- Refused: beams, contrastive search, DoLa, constraints, `synced_gpus`; encoder-decoder models; quantised caches;
+  static sliding caches past their window where the target goes row by row; virtual tokens of PEFT (prompt, prefix and
+  P-tuning; LoRA is fine); rotary embeddings that change with the length of the text (`longrope`, `dynamic`) where the
+  call could cross the length at which they do; attention weights and all hidden states of a target without a cache.
+- The same text as plain `generate` means: up to ties. In bfloat16 and float16 near ties can fall differently in
+  passes of different shapes. Dynamic activation quantisation (`torch.ao.quantization.quantize_dynamic`) scales each
+  pass as a whole, so there the text is near plain `generate`'s and no more.
+- A target that `accelerate` has offloaded works; an offloaded drafter is refused.
 """
 
 
@@ -545,10 +556,15 @@ def page(release: str) -> str:
 
 def _table(families: dict[str, Family]) -> str:
     lines = ["| how | model types | why |", "|---|---|---|"]
-    kinds = sorted({(f.stream, f.why) for f in families.values()}, key=lambda kind: (_ORDER[kind[0]], kind[1]))
-    for stream, why in kinds:
-        names = sorted(name for name, family in families.items() if (family.stream, family.why) == (stream, why))
-        lines.append(f"| {stream} | {', '.join(names)} | {why} |")
+    kinds = {(family.stream, family.several or "", family.why) for family in families.values()}
+    for stream, several, why in sorted(kinds, key=lambda kind: (_ORDER[kind[0]], *kind[1:])):
+        names = [
+            name
+            for name, family in families.items()
+            if (family.stream, family.several or "", family.why) == (stream, several, why)
+        ]
+        how = f"{stream}; several rows {several}" if several else stream
+        lines.append(f"| {how} | {', '.join(sorted(names))} | {why} |")
     return "\n".join(lines)
 
 

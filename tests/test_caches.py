@@ -8,7 +8,7 @@ from families import decoder, drafter_for, prompts
 from test_targets import assert_same, only_row, plain_and_ours, streams  # noqa: F401
 from tiny import oracle
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import QuantizedLayer, StaticLayer
+from transformers.cache_utils import QuantizedLayer
 
 from dspark_hf.compat import CACHE_NAME
 
@@ -48,8 +48,6 @@ def test_two_turns(name, kind, rows, second_with, monkeypatch):
     """Both turns together pass the window; the second starts from the cache that the first returned."""
     if name == "lfm2" and (kind == "the user's without a config" or "static" in kind):
         pytest.skip("such a cache has no place for convolution states")
-    if name == "stablelm" and "static" in kind and not StaticLayer.is_croppable:
-        pytest.skip("in this release a static cache cannot forget")
     target = decoder(name)
     drafter = drafter_for(target)
     inputs = inputs_of(rows)
