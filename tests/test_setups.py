@@ -50,6 +50,7 @@ def test_eager_attention(name, rows, streams, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 def test_flex_attention(monkeypatch):
     target = decoder("llama")
     target.set_attn_implementation("flex_attention")
