@@ -522,7 +522,7 @@ def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method
     """
     from functools import partial
 
-    from .decoding import synthetic_acceptance
+    from .synthetic import synthetic_acceptance
 
     return [
         Method(

@@ -1,4 +1,4 @@
-"""Drafts for several rows at once, cut where the drafter's confidence says the block will not survive."""
+"""Drafts for several rows at once, cut where the schedule says that more would not pay."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from . import sampling
 from .modeling.modeling_dspark import DraftContext
 from .processing import ProcessorChain
 from .sampling import probabilities
-from .scheduling import lengths_by_threshold
+from .scheduling import Choice, Scheduler, survivals
 from .sequences import Sequences
+from .synthetic import SyntheticAcceptance
 from .target_outputs import text_config
 
 
@@ -22,15 +23,27 @@ class Candidates:
     One block a row.
 
     Attributes:
-        tokens (`torch.LongTensor` of shape `(rows, block_size)`): Draft tokens.
-        verify_lengths (`list[int]`): How many of each row's are worth sending to the target.
-        draft_probs (`torch.Tensor` of shape `(rows, block_size, vocab_size)`, *optional*): What the tokens were drawn
+        tokens (`torch.LongTensor` of shape `(rows, slots)`): Draft tokens.
+        choice ([`Choice`]): How many of each row's are worth sending to the target.
+        draft_probs (`torch.Tensor` of shape `(rows, slots, vocab_size)`, *optional*): What the tokens were drawn
             from, in float32 or better; `None` for greedy drafts.
+        survivals, confidence_logits (`list[list[float]]`, *optional*): For each row those of its slots, if they are
+            known here.
+        synthetic (`torch.Tensor` of shape `(rows, slots)`, *optional*): Probabilities by which the drafts are to be
+            accepted, right or wrong.
     """
 
     tokens: torch.LongTensor
-    verify_lengths: list[int]
+    choice: Choice
     draft_probs: torch.Tensor | None
+    survivals: list[list[float]] | None = None
+    confidence_logits: list[list[float]] | None = None
+    synthetic: torch.Tensor | None = None
+
+    @property
+    def verify_lengths(self) -> list[int]:
+        """How many of each row's drafts are sent."""
+        return self.choice.lengths
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -43,10 +56,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         starts (`Sequence[int]`): For each row the position of the first token whose hidden states will be observed.
         processors ([`ProcessorChain`]): Applied to the drafts slot by slot, as to the target.
         do_sample (`bool`): Whether drafts are drawn; otherwise they are argmaxes.
-        confidence_threshold (`float`): Least survival of a slot that is sent; 0 sends whole blocks.
+        scheduler ([`Scheduler`]): Says how many drafts are sent.
+        temperature (`float`): Of the call; the confidence is calibrated for it.
+        keep_confidences (`bool`): Whether confidences are wanted whatever the schedule.
+        synthetic ([`SyntheticAcceptance`], *optional*): Takes the place of the drafter's own confidence.
 
     Raises:
-        `ValueError`: if the drafter was not made for the target, or has no confidence head to threshold.
+        `ValueError`: if the drafter was not made for the target.
     """
 
     def __init__(
@@ -56,10 +72,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         starts: Sequence[int],
         processors: ProcessorChain,
         do_sample: bool,
-        confidence_threshold: float = 0.0,
+        scheduler: Scheduler,
+        temperature: float | None = None,
+        keep_confidences: bool = False,
+        synthetic: SyntheticAcceptance | None = None,
     ):
         check_fits(drafter, target)
-        check_threshold(drafter, confidence_threshold)
         config = drafter.config
         self.drafter = drafter
         self.block_size = config.block_size
@@ -67,7 +85,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.target_embedding = None if config.owns_embedding else target.get_input_embeddings()
         self.target_lm_head = None if config.owns_lm_head else target.get_output_embeddings()
         self.processors, self.do_sample = processors, do_sample
-        self.threshold = confidence_threshold
+        self.scheduler, self.synthetic = scheduler, synthetic
+        wanted = scheduler.schedule != "constant" or keep_confidences
+        self.keep_confidences = wanted and config.enable_confidence_head
+        self.confidence_temperatures = torch.tensor(
+            config.temperatures_for((1.0 if temperature is None else temperature) if do_sample else 0.0)
+        )
         self.context = DraftContext(config, starts)
         self.pending: list[list[torch.Tensor]] = [[] for _ in starts]
         self.masks = torch.full((len(starts), self.block_size), config.mask_token_id, device=self.device)
@@ -84,21 +107,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if len(piece):
                 pending.append(piece)
 
-    def get_candidates(self, sequences: Sequences, rows: Sequence[int]) -> Candidates:
+    def get_candidates(self, sequences: Sequences, rows: Sequence[int], room: Sequence[int], slots: int) -> Candidates:
         """
-        Draft a block for each row.
+        Draft for each row.
 
         Args:
             sequences ([`Sequences`]): Holds the rows' tokens, the anchors last; drafts are written behind them.
             rows (`Sequence[int]`): The rows, in the order in which hidden states are observed.
+            room (`Sequence[int]`): The most drafts of each row that are of use.
+            slots (`int`): Slots of each block that are drawn, 1 to `block_size`.
 
         Returns:
             [`Candidates`].
         """
         home = sequences.tokens.device
         anchors = sequences.anchors(rows).to(self.device)
-        slots = self.masks[: len(rows)].clone()
-        slots[:, 0] = anchors
+        block = self.masks[: len(rows)].clone()
+        block[:, 0] = anchors
         counts = [sum(map(len, pieces)) for pieces in self.pending]
         pieces = [piece for pieces in self.pending for piece in pieces]
         if pieces:
@@ -108,7 +133,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # The drafter computes in its own dtype, whatever the caller's autocast says of the target.
         with torch.autocast(self.device.type, enabled=False):
             hidden = self.drafter(
-                self.drafter.embed(slots, self.target_embedding),
+                self.drafter.embed(block, self.target_embedding),
                 context_hidden_states=context.to(self.device),
                 context_lengths=counts,
                 context=self.context,
@@ -133,17 +158,25 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         state = self.processors.state()
         with torch.autocast(self.device.type, enabled=False):
-            draft = self.drafter.draft(hidden, anchors, self.target_lm_head, select)
+            draft = self.drafter.draft(hidden, anchors, self.target_lm_head, select, slots)
         self.processors.restore(state)
-        if self.threshold > 0:
-            confidences = torch.sigmoid(draft.confidence_logits.float()).tolist()
-            verify_lengths = lengths_by_threshold(confidences, self.threshold)
-        else:
-            verify_lengths = [self.block_size] * len(rows)
+        logits = confidences = synthetic = None
+        if self.synthetic is not None:
+            synthetic = self.synthetic.draw(len(rows), slots)
+            confidences = synthetic.tolist()
+        elif self.keep_confidences:
+            raw = draft.confidence_logits.double().cpu()
+            logits, confidences = raw.tolist(), torch.sigmoid(raw / self.confidence_temperatures[:slots]).tolist()
+        known = None if confidences is None else [survivals(values) for values in confidences]
+        # What has no room in a row's text is no candidate.
+        useful = zip(known or [[1.0] * slots] * len(rows), room, strict=True)
         return Candidates(
             tokens=draft.tokens.to(home),
-            verify_lengths=verify_lengths,
+            choice=self.scheduler.choose(rows, [values[:left] for values, left in useful]),
             draft_probs=torch.stack(drawn_from, dim=1) if self.do_sample else None,
+            survivals=known,
+            confidence_logits=logits,
+            synthetic=synthetic,
         )
 
     def _draw(self, probs: torch.Tensor) -> torch.LongTensor:
@@ -162,24 +195,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Drop all rows but those whose indices, among the current ones, are given."""
         self.context.keep_rows(keep)
         self.pending = [self.pending[index] for index in keep]
-
-
-def check_threshold(drafter, threshold: float) -> None:
-    """
-    Check `assistant_confidence_threshold` of a call.
-
-    Raises:
-        `ValueError`: if it is not in [0, 1] or the drafter has no confidence head.
-    """
-    if not 0.0 <= threshold <= 1.0:
-        raise ValueError(
-            f"`assistant_confidence_threshold` is {threshold}; it is a probability, 0 (whole blocks) to 1."
-        )
-    if threshold > 0 and not drafter.config.enable_confidence_head:
-        raise ValueError(
-            f"`assistant_confidence_threshold` is {threshold} but this drafter has no confidence head; set it to 0 on "
-            "`drafter.generation_config`."
-        )
 
 
 def check_fits(drafter, target: PreTrainedModel) -> None:

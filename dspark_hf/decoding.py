@@ -1,11 +1,10 @@
 """The decode loop: draft, schedule, verify, commit, over any number of rows."""
 
-import contextlib
+import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +21,19 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from . import sampling
-from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits, check_threshold
+from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits
 from .compat import CACHE_NAME
 from .flattened_stream import FlattenedStream
 from .processing import ProcessorChain
+from .profiles import find_profile
 from .sampling import Verdict, Verification
+from .schedule_options import ScheduleOptions
+from .scheduling import HARDWARE_AWARE, Costs, Scheduler
 from .sequences import Sequences
 from .slot_cache import UnsupportedAttention
-from .statistics import SpeculativeStats
+from .statistics import Decision, SpeculativeStats
 from .streaming import DSparkStreamer
+from .synthetic import synthetic_in_force
 from .target_limits import places_for
 from .target_outputs import StreamOutput, prefill
 from .target_stream import mark_unstreamable, open_stream
@@ -190,47 +193,7 @@ def check_call(target: PreTrainedModel, drafter: Any, generation_config: Generat
             "distribution, which DSpark never does. Leave it out."
         )
     check_fits(drafter, target)
-    check_threshold(drafter, confidence_threshold(drafter, generation_config))
-
-
-def confidence_threshold(drafter: Any, generation_config: GenerationConfig) -> float:
-    """
-    The threshold in force: the call's, else the drafter's, else 0.
-
-    Transformers fills the call's config with a default of its own, which cannot be told from the same value given by
-    the user: it counts as not given.
-    """
-    default = GenerationConfig._get_default_generation_params().get("assistant_confidence_threshold")
-    for value in (
-        generation_config.assistant_confidence_threshold,
-        drafter.generation_config.assistant_confidence_threshold,
-    ):
-        if value is not None and value != default:
-            return float(value)
-        default = None
-    return 0.0
-
-
-# Probability with which drafts are accepted whatever they are; see `synthetic_acceptance`.
-_synthetic: ContextVar[float | None] = ContextVar("synthetic_acceptance", default=None)
-
-
-@contextlib.contextmanager
-def synthetic_acceptance(accept_prob: float) -> Iterator[None]:
-    """
-    Accept each draft with a given probability, right or wrong, to measure the engine apart from a drafter's quality.
-    The text has no meaning.
-
-    Args:
-        accept_prob (`float`): In [0, 1].
-    """
-    if not 0.0 <= accept_prob <= 1.0:
-        raise ValueError(f"`accept_prob` is {accept_prob}; it is a probability, 0 to 1.")
-    token = _synthetic.set(accept_prob)
-    try:
-        yield
-    finally:
-        _synthetic.reset(token)
+    ScheduleOptions.of_call(drafter, generation_config)
 
 
 class _Run:
@@ -251,7 +214,7 @@ class _Run:
         self.input_ids = input_ids
         self.taps = drafter.config.target_layer_ids
         self.do_sample = generation_config.do_sample
-        self.synthetic = _synthetic.get()
+        self.synthetic = synthetic_in_force()
         self.stops = _Stops(stopping_criteria)
         self.processors = ProcessorChain(logits_processor, batch, self.stops.end_tokens)
         self.recorder = _Recorder(generation_config, batch)
@@ -263,6 +226,7 @@ class _Run:
         self.pad_token_id = _pad_token(generation_config)
         self.output_streamer = _OutputStreamer(streamer, batch, self.pad_token_id)
         self.active = list(range(batch))
+        self.rounds = 0
         self.stopped_at: dict[int, int] = {}  # length of each row that is finished
 
     def __call__(self, model_kwargs: dict[str, Any]) -> DSparkGenerateOutput | torch.LongTensor:
@@ -275,9 +239,17 @@ class _Run:
         self.stream = open_stream(self.target, prompt, self.config, self.taps)
         self.stream.keep_finished = self.returns_cache
         self.places = places_for(self.target, prompt.cache)
-        threshold = confidence_threshold(self.drafter, self.config)
+        self.scheduler = _scheduler(self.target, self.drafter, self.config)
         self.drafts = DSparkCandidateGenerator(
-            self.drafter, self.target, prompt.cached, self.processors, self.do_sample, threshold
+            self.drafter,
+            self.target,
+            prompt.cached,
+            self.processors,
+            self.do_sample,
+            self.scheduler,
+            temperature=self.config.temperature,
+            keep_confidences=bool(self.config.return_dict_in_generate),
+            synthetic=self.synthetic,
         )
         self.drafts.observe(prompt.taps, prompt.tap_counts)
         self.stats.seconds_prefill += clock.lap()
@@ -307,15 +279,14 @@ class _Run:
         self.output_streamer.flush(self.active)
 
     def _draft(self) -> Candidates | None:
-        """Draft a block for each row, cut to what fits; nothing if the target's next token is the last anyway."""
+        """Draft for each row as much as fits; nothing if that does not pay or the next token is the last anyway."""
         self.sequences.reserve(self.drafts.block_size + 1)
         room = [self._room(row) for row in self.active]
         if max(room) <= 0:
             return None
-        candidates = self.drafts.get_candidates(self.sequences, self.active)
-        lengths = zip(candidates.verify_lengths, room, strict=True)
-        candidates.verify_lengths = [min(length, left) for length, left in lengths]
-        return candidates
+        context = sum(self.sequences.lengths[row] for row in self.active) / len(self.active)
+        slots = min(self.scheduler.slots(self.active, context), max(room))
+        return self.drafts.get_candidates(self.sequences, self.active, room, slots) if slots else None
 
     def _room(self, row: int) -> int:
         """Drafts of a row that can still be of use: all but the last token that may come."""
@@ -380,12 +351,13 @@ class _Run:
         scores, raw = self._process(output.logits, prefixes)
         verdict = self._judge(candidates, lengths, scores)
         outcome = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the round's one wait
+        self._learn(rows, candidates, [accepted for accepted, *_ in outcome])
         kept = []
         for index, (row, (accepted, *tokens)) in enumerate(zip(rows, outcome, strict=True)):
             self.sequences.put(row, verdict.tokens[index, : accepted + 1])
             place = slice(starts[index], starts[index] + accepted + 1)
             if row not in self.stopped_at:
-                drafted = self.drafts.block_size if candidates is not None else 0
+                drafted = candidates.tokens.shape[1] if candidates is not None else 0
                 for stats in (self.stats, self.stats.rows[row]):
                     stats.record(drafted, lengths[index], accepted)
             count = self._append(
@@ -400,6 +372,25 @@ class _Run:
         self.drafts.observe(taps, kept)
         self._retire()
         self.output_streamer.flush(self.active)
+
+    def _learn(self, rows: list[int], candidates: Candidates | None, accepted: list[int]) -> None:
+        """Tell the scheduler and the log how a round went."""
+        self.rounds += 1
+        if candidates is not None and candidates.survivals is not None:
+            self.scheduler.observe(rows, candidates.survivals, candidates.verify_lengths, accepted)
+        if self.config.return_dict_in_generate:
+            self.stats.decisions.append(
+                Decision(
+                    round=self.rounds,
+                    rows=rows,
+                    survivals=candidates.survivals if candidates is not None else None,
+                    confidence_logits=candidates.confidence_logits if candidates is not None else None,
+                    throughput=candidates.choice.throughput if candidates is not None else None,
+                    capacity=candidates.choice.capacity if candidates is not None else None,
+                    verify_lengths=candidates.verify_lengths if candidates is not None else [0] * len(rows),
+                    accepted=accepted,
+                )
+            )
 
     def _process(
         self, logits: torch.Tensor, prefixes: list[tuple[int, torch.LongTensor, int]]
@@ -419,15 +410,14 @@ class _Run:
         """Accept or reject."""
         if candidates is None:
             none = self.sequences.tokens.new_zeros(len(lengths), 0)
-            verification, draft_probs = (
-                Verification(none, lengths),
-                scores.new_zeros(len(lengths), 0, scores.shape[-1]),
-            )
+            verification, synthetic = Verification(none, lengths), None
+            draft_probs = scores.new_zeros(len(lengths), 0, scores.shape[-1])
         else:
-            verification, draft_probs = Verification(candidates.tokens, lengths), candidates.draft_probs
+            verification, synthetic = Verification(candidates.tokens, lengths), candidates.synthetic
+            draft_probs = candidates.draft_probs
         if self.do_sample:
-            return verification.sampled(sampling.probabilities(scores), draft_probs, self.synthetic)
-        return verification.greedy(scores, self.synthetic)
+            return verification.sampled(sampling.probabilities(scores), draft_probs, synthetic)
+        return verification.greedy(scores, synthetic)
 
     def _append(
         self, row: int, tokens: list[int], accepted: int, scores: torch.Tensor, raw: torch.Tensor | None
@@ -514,6 +504,37 @@ class _OutputStreamer:
         """Nothing comes after this."""
         if self.streamer is not None:
             self.streamer.end()
+
+
+def _scheduler(target: PreTrainedModel, drafter: Any, generation_config: GenerationConfig) -> Scheduler:
+    """The schedule of a call; without a profile of the pair a hardware-aware one falls back to the threshold."""
+    options = ScheduleOptions.of_call(drafter, generation_config)
+    schedule, costs = options.schedule, None
+    block_size, do_sample = drafter.config.block_size, bool(generation_config.do_sample)
+    if schedule in HARDWARE_AWARE:
+        profile = find_profile(target, drafter)
+        if profile is None:
+            schedule = "confidence"
+            _warn_once(
+                "`num_assistant_tokens_schedule` is %r but this machine has no profile of the pair, so drafts are cut "
+                "at a survival of %g. Measure one with `dspark profile` or `dspark_hf.measure_profile(target, "
+                "drafter)`; it holds for these versions, dtype, attention and number of threads.",
+                options.schedule,
+                options.threshold,
+            )
+        else:
+
+            def costs(rows: int, context: float) -> Costs:
+                return profile.costs(rows, context, block_size, do_sample)
+
+    return Scheduler(
+        schedule, block_size, options.threshold, costs, options.min_verify_length, options.max_starved_rounds
+    )
+
+
+@functools.cache
+def _warn_once(message: str, *values: Any) -> None:
+    logger.warning(message, *values)
 
 
 def _pad_token(generation_config: GenerationConfig) -> int:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from .environment import cache_folder
+
 
 if TYPE_CHECKING:
     import torch
@@ -34,18 +36,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 END_OF_TURN = "<|im_end|>"
 # What an interrupted run can leave behind (only if it was killed outright) is removed once it is this old.
 STALE_SECONDS = 3600
-
-
-def cache_folder() -> Path:
-    """Where the demo target is kept.
-
-    Returns:
-        `Path`: `$DSPARK_CACHE` if set, otherwise `dspark_hf` in `$XDG_CACHE_HOME`, otherwise `~/.cache/dspark_hf`.
-    """
-    if explicit := os.environ.get("DSPARK_CACHE"):
-        return Path(explicit).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "dspark_hf"
 
 
 def demo_drafter_folder() -> Path:

@@ -22,6 +22,18 @@ PACKAGES = (
 )
 
 
+def cache_folder() -> Path:
+    """Where what was fetched, converted or measured is kept.
+
+    Returns:
+        `Path`: `$DSPARK_CACHE` if set, otherwise `dspark_hf` in `$XDG_CACHE_HOME`, otherwise `~/.cache/dspark_hf`.
+    """
+    if explicit := os.environ.get("DSPARK_CACHE"):
+        return Path(explicit).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "dspark_hf"
+
+
 def package_versions() -> dict[str, str]:
     """Versions of dspark_hf and of the packages it works with; "not installed" for those that are absent."""
     versions = {}
@@ -41,14 +53,14 @@ def machine() -> dict[str, str | int]:
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "cores": os.cpu_count() or 0,
         "torch_threads": torch.get_num_threads(),
         "cuda": f"{torch.version.cuda} ({', '.join(cuda)})" if cuda else "no device",
     }
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
     """The processor's name; Linux gives it in /proc/cpuinfo, elsewhere the platform module knows it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

@@ -85,22 +85,23 @@ class Verification:
         tokens = torch.cat([self.drafts, self.drafts.new_zeros(len(self.drafts), 1)], dim=1)
         return Verdict(accepted, tokens.scatter(1, accepted[:, None], own_tokens(accepted)[:, None]))
 
-    def greedy(self, scores: torch.Tensor, synthetic: float | None = None) -> Verdict:
+    def greedy(self, scores: torch.Tensor, synthetic: torch.Tensor | None = None) -> Verdict:
         """
         Accept while the draft is the target's argmax.
 
         Args:
             scores (`torch.Tensor` of shape `(sum(verify_lengths) + rows, vocab_size)`): The target's processed scores.
-            synthetic (`float`, *optional*): Accept each draft with this probability instead, right or wrong.
+            synthetic (`torch.Tensor` of shape `(rows, block_size)`, *optional*): Accept each draft with this
+                probability instead, right or wrong.
         """
         choices = most_likely(scores)[self.index]  # (rows, longest + 1)
         accepts = self.drafts == choices[:, :-1]
         if synthetic is not None:
-            accepts = draw_accepts(torch.full(accepts.shape, synthetic, device=scores.device))
+            accepts = draw_accepts(synthetic[:, : accepts.shape[1]].to(scores.device))
         return self._verdict(accepts, lambda accepted: choices.gather(1, accepted[:, None]).squeeze(1))
 
     def sampled(
-        self, target_probs: torch.Tensor, draft_probs: torch.Tensor, synthetic: float | None = None
+        self, target_probs: torch.Tensor, draft_probs: torch.Tensor, synthetic: torch.Tensor | None = None
     ) -> Verdict:
         """
         Rejection sampling: accept draft x with probability min(1, target_probs(x) / draft_probs(x)); at the first
@@ -110,7 +111,8 @@ class Verification:
             target_probs (`torch.Tensor` of shape `(sum(verify_lengths) + rows, vocab_size)`): Of the target.
             draft_probs (`torch.Tensor` of shape `(rows, block_size, vocab_size)`): The very tensor that the drafts
                 were drawn from.
-            synthetic (`float`, *optional*): Accept each draft with this probability instead, right or wrong.
+            synthetic (`torch.Tensor` of shape `(rows, block_size)`, *optional*): Accept each draft with this
+                probability instead, right or wrong.
 
         Source: DSpark, "Speculative Decoding: Draft, Then Verify"; Leviathan et al. 2023, Algorithm 1.
         """
@@ -119,7 +121,7 @@ class Verification:
         of_drafter = draft_probs[:, :longest].gather(2, self.drafts[..., None]).squeeze(2)
         accept_probs = (of_target / of_drafter).clamp(max=1.0)
         if synthetic is not None:
-            accept_probs = torch.full_like(accept_probs, synthetic)
+            accept_probs = synthetic[:, :longest].to(accept_probs)
         accepts = draw_accepts(accept_probs)
 
         def own_tokens(accepted: torch.LongTensor) -> torch.LongTensor:

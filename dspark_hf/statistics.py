@@ -4,6 +4,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True)
+class Decision:
+    """
+    What was decided in one round, and what came of it.
+
+    Attributes:
+        round (`int`): Counted from 1.
+        rows (`list[int]`): The batch's rows that took part; the other lists are in their order.
+        survivals (`list[list[float]]`, *optional*): For each row those of its slots, calibrated; `None` where nothing
+            was drafted or the drafter has no confidence head.
+        confidence_logits (`list[list[float]]`, *optional*): What they were made of, uncalibrated.
+        throughput (`float`, *optional*): Expected tokens a second (the paper's Theta), where costs are known.
+        capacity (`int`, *optional*): Drafts in all that `"hardware_aware_lagged"` allowed.
+        verify_lengths, accepted (`list[int]`): Drafts of each row that were sent, and accepted.
+    """
+
+    round: int
+    rows: list[int]
+    survivals: list[list[float]] | None
+    confidence_logits: list[list[float]] | None
+    throughput: float | None
+    capacity: int | None
+    verify_lengths: list[int]
+    accepted: list[int]
+
+
 @dataclass
 class SpeculativeStats:
     """
@@ -18,6 +44,7 @@ class SpeculativeStats:
         seconds_prefill, seconds_draft, seconds_verify, seconds_rest (`float`): Wall time by part of the call; on an
             accelerator, where calls return early, the time until they returned.
         rows (`list[SpeculativeStats]`): The same counts for each row of a batch, without seconds.
+        decisions (`list[Decision]`): Round by round, if the call had `return_dict_in_generate=True`.
     """
 
     rounds: int = 0
@@ -31,6 +58,7 @@ class SpeculativeStats:
     seconds_verify: float = 0.0
     seconds_rest: float = 0.0
     rows: list["SpeculativeStats"] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list, repr=False)
 
     def record(self, drafted: int, verified: int, accepted: int) -> None:
         """Count one row's round."""

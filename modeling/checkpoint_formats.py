@@ -65,7 +65,7 @@ def from_deepspec(raw: dict, tensor_names: set[str]) -> dict:
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "rms_norm_eps max_position_embeddings initializer_range layer_types sliding_window target_layer_ids "
         "num_target_layers block_size mask_token_id markov_rank markov_head_type enable_confidence_head "
-        "confidence_head_with_markov num_anchors pad_token_id bos_token_id eos_token_id dtype"
+        "confidence_head_with_markov num_anchors confidence_temperatures pad_token_id bos_token_id eos_token_id dtype"
     ).split()
     fields = {name: raw[name] for name in shared if raw.get(name) is not None}
     # DeepSpec writes these two only where they apply.

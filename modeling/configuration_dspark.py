@@ -43,6 +43,10 @@ class DSparkConfig(PreTrainedConfig):
         sliding_window (`int`, *optional*): Window of the sliding layers, the current position included.
         rope_parameters (`dict`): `rope_type`, `rope_theta` and the variant's own values.
         num_anchors (`int`, *optional*): Blocks drawn from each training sequence; decoding does not use it.
+        confidence_temperatures (`list[dict]`, *optional*):
+            What `dspark calibrate` fitted, one entry a sampling temperature: `sampling_temperature` (0 is greedy
+            decoding), `temperatures` (one a slot; the confidence is the sigmoid of the head's output over it) and
+            `made_with` (prompts, sizes, calibration errors).
 
     Source: DSpark (arXiv 2607.05147) Section 3; field names as in DeepSpec.
     """
@@ -87,6 +91,7 @@ class DSparkConfig(PreTrainedConfig):
     embedding_scale: float = 1.0
     final_logit_softcapping: float | None = None
     num_anchors: int | None = None
+    confidence_temperatures: list[dict] | None = None
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | list[int] | None = None
@@ -121,6 +126,25 @@ class DSparkConfig(PreTrainedConfig):
         self._validate_heads()
         self._validate_layers()
         self._validate_rope()
+        self._validate_confidence_temperatures()
+
+    def temperatures_for(self, sampling_temperature: float) -> list[float]:
+        """
+        The confidence temperatures of each slot for a call: those fitted for greedy decoding if it is greedy, else
+        those fitted at the nearest temperature; 1 where nothing was fitted.
+
+        Args:
+            sampling_temperature (`float`): Of the call; 0 is greedy decoding.
+        """
+        fits = [
+            fit
+            for fit in self.confidence_temperatures or []
+            if (fit["sampling_temperature"] > 0) == (sampling_temperature > 0)
+        ]
+        if not fits:
+            return [1.0] * self.block_size
+        nearest = min(fits, key=lambda fit: abs(fit["sampling_temperature"] - sampling_temperature))
+        return [float(value) for value in nearest["temperatures"]]
 
     def _validate_sizes(self) -> None:
         at_least = dict.fromkeys(
@@ -196,6 +220,17 @@ class DSparkConfig(PreTrainedConfig):
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}; it must be even to be rotated.")
 
+    def _validate_confidence_temperatures(self) -> None:
+        for fit in self.confidence_temperatures or []:
+            values = fit.get("temperatures") if isinstance(fit, dict) else None
+            at = fit.get("sampling_temperature") if isinstance(fit, dict) else None
+            sound = isinstance(values, list) and len(values) == self.block_size and _is_number(at) and at >= 0
+            if not sound or not all(_is_number(value) and 0 < value < float("inf") for value in values):
+                raise ValueError(
+                    f"`confidence_temperatures` has the entry {fit!r}; each needs a `sampling_temperature`, at least "
+                    f"0, and `temperatures`, {self.block_size} numbers above 0. Fit them with `dspark calibrate`."
+                )
+
     def _validate_taps(self) -> None:
         taps = self.target_layer_ids
         if not taps or not isinstance(taps, (list, tuple)):
@@ -211,6 +246,10 @@ class DSparkConfig(PreTrainedConfig):
             )
         if any(first >= second for first, second in zip(taps, taps[1:], strict=False)):
             raise ValueError(f"`target_layer_ids` is {taps}; the ids must be increasing.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_integer(value: object) -> bool:

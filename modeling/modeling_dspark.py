@@ -441,6 +441,7 @@ class DSparkDraftModel(PreTrainedModel):
         anchors: torch.LongTensor,
         target_lm_head: nn.Module | None = None,
         select: Callable[[int, torch.Tensor], torch.LongTensor] | None = None,
+        slots: int | None = None,
     ) -> DraftOutput:
         """
         Draw a block left to right: each token's logits are the base logits plus the sequential head's correction for
@@ -452,11 +453,13 @@ class DSparkDraftModel(PreTrainedModel):
             target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
             select (`Callable`, *optional*): Called with the slot and its logits of shape `(rows, vocab_size)`, returns
                 the drawn tokens of shape `(rows,)`. Defaults to the argmax.
+            slots (`int`, *optional*): How many of the block's slots are drawn, from the first on. Defaults to all.
 
         Returns:
             [`DraftOutput`].
         """
         select = select or (lambda slot, logits: logits.argmax(dim=-1))
+        hidden_states = hidden_states[:, :slots]
         base = self.base_logits(hidden_states, target_lm_head)
         head = self.markov_head
         state = head.initial_state(hidden_states) if head is not None else None

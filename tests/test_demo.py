@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dspark_hf import bench, demo, demo_target
+from dspark_hf import bench, demo, demo_target, environment
 from dspark_hf.bench import Call
 from dspark_hf.demo import Comparison
 from dspark_hf.statistics import SpeculativeStats
@@ -164,9 +164,9 @@ def fake_wheel(cache, content: bytes) -> None:
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("DSPARK_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo_target.cache_folder() == tmp_path / "dspark_hf"
+    assert environment.cache_folder() == tmp_path / "dspark_hf"
     monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "own"))
-    assert demo_target.cache_folder() == tmp_path / "own"
+    assert environment.cache_folder() == tmp_path / "own"
 
 
 def test_a_wheel_in_the_cache_is_converted_once(cache, monkeypatch):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny import HEADS, random_drafter, random_target
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from dspark_hf import DSparkDraftModel, candidate_generator, sampling
+from dspark_hf import DSparkDraftModel, sampling, scheduling
 from dspark_hf.scheduling import lengths_by_threshold, survivals
 from dspark_hf.sequences import Sequences
 
@@ -396,8 +396,8 @@ def test_rows_without_an_end_token_go_on_until_all_are_finished(monkeypatch):
 def test_a_scheduler_that_looks_ahead_is_found_out(monkeypatch):
     """The same check fails once whether slot 1 is sent depends on the confidence of slot 2, which knows token 1."""
 
-    def retrospective(confidences, threshold):
-        return [len(row) if survivals(row)[-1] >= threshold else 0 for row in confidences]
+    def retrospective(rows, threshold):
+        return [len(row) if row[-1] >= threshold else 0 for row in rows]
 
     target = random_target(seed=1)
     drafter = random_drafter("vanilla", seed=4)
@@ -406,7 +406,7 @@ def test_a_scheduler_that_looks_ahead_is_found_out(monkeypatch):
     expected = target_distribution(target, options)
     walk = Walk(monkeypatch, width=1)
     assert largest_difference(speculative_distribution(target, drafter, walk, options), expected) < TOLERANCE
-    monkeypatch.setattr(candidate_generator, "lengths_by_threshold", retrospective)
+    monkeypatch.setattr(scheduling, "lengths_by_threshold", retrospective)
     found = speculative_distribution(target, drafter, walk, options)
     assert math.isclose(math.fsum(found.values()), 1.0, abs_tol=TOLERANCE)
     assert largest_difference(found, expected) > 1e-3
@@ -460,7 +460,7 @@ def test_the_counterexample_of_appendix_a():
     assert math.isclose(appendix_a(lambda draft: 1), 0.7)
     # Our rule on the same confidences, at any threshold, decides on slot 1 without the second slot.
     for threshold in (0.0, 0.5, 0.8, 0.81, 1.0):
-        lengths = [lengths_by_threshold([[0.8, second]], threshold)[0] for second in (0.9, 0.0)]
+        lengths = [lengths_by_threshold([survivals([0.8, second])], threshold)[0] for second in (0.9, 0.0)]
         assert len({min(length, 1) for length in lengths}) == 1
         assert math.isclose(appendix_a(lambda draft, lengths=lengths: lengths[draft]), 0.7)
 
@@ -473,7 +473,7 @@ unit = st.floats(0, 1)
 def test_whether_a_slot_is_sent_does_not_depend_on_later_confidences(confidences, others, threshold, data):
     slot = data.draw(st.integers(1, len(confidences)))
     changed = confidences[:slot] + others
-    first, second = lengths_by_threshold([confidences, changed], threshold)
+    first, second = lengths_by_threshold([survivals(confidences), survivals(changed)], threshold)
     assert (first >= slot) == (second >= slot)
     assert min(first, slot) == min(second, slot)
 

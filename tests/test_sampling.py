@@ -220,9 +220,10 @@ def test_synthetic_acceptance_does_not_look_at_the_drafts(accept_prob, do_sample
     rows = 2000
     drafts, draft_probs, target_probs, _ = a_round([4] * rows, seed=1)
     verification = Verification(drafts, [4] * rows)
+    accept_probs = torch.full((rows, 4), accept_prob)
     if do_sample:
-        verdict = verification.sampled(target_probs, draft_probs, accept_prob)
+        verdict = verification.sampled(target_probs, draft_probs, accept_probs)
     else:
-        verdict = verification.greedy(target_probs.log(), accept_prob)
+        verdict = verification.greedy(target_probs.log(), accept_probs)
     expected = sum(accept_prob**slot for slot in range(1, 5))
     assert verdict.accepted.double().mean().item() == pytest.approx(expected, abs=0.1)

@@ -91,14 +91,14 @@ class Oracle(DSparkCandidateGenerator):
     script: Sequence[Sequence[int]]
     right: Iterator[int]
 
-    def get_candidates(self, sequences: Sequences, rows: Sequence[int]) -> Candidates:
-        candidates = super().get_candidates(sequences, rows)
+    def get_candidates(self, sequences: Sequences, rows: Sequence[int], room: Sequence[int], slots: int) -> Candidates:
+        candidates = super().get_candidates(sequences, rows, room, slots)
         for index, row in enumerate(rows):
             place = sequences.lengths[row]
-            known = list(self.script[row][place : place + self.block_size])
-            drafts = torch.tensor(known + [0] * (self.block_size - len(known)))
+            known = list(self.script[row][place : place + slots])
+            drafts = torch.tensor(known + [0] * (slots - len(known)))
             wrong = next(self.right)
-            if wrong < self.block_size:
+            if wrong < slots:
                 drafts[wrong] = (drafts[wrong] + 1) % self.drafter.config.vocab_size
             candidates.tokens[index] = drafts
         return candidates
