@@ -10,6 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
+from .nucleus import filter_nucleus
 from .snapshot import Snapshot
 
 
@@ -94,7 +95,9 @@ class ProcessorChain:
         if self.own:
             return self._position_by_position(prefixes, scores, record)
         for number, processor in enumerate(self.processors):
-            if type(processor) in _READ_ONLY_SCORES:
+            if type(processor) is host.TopPLogitsWarper and scores.device.type == "cpu":
+                scores = filter_nucleus(processor, scores)
+            elif type(processor) in _READ_ONLY_SCORES:
                 scores = processor(None, scores)
             else:
                 scores = torch.cat(

@@ -1,0 +1,77 @@
+"""Top-p filtering by the most likely tokens gives what Transformers' sort gives."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from dspark_hf import nucleus
+from dspark_hf.nucleus import filter_nucleus
+
+
+class Counted(TopPLogitsWarper):
+    """Counts the rows that it was asked to sort."""
+
+    rows = 0
+
+    def __call__(self, input_ids, scores):
+        self.rows += len(scores)
+        return super().__call__(input_ids, scores)
+
+
+def check(processor: TopPLogitsWarper, scores: torch.Tensor) -> None:
+    found, expected = filter_nucleus(processor, scores), TopPLogitsWarper.__call__(processor, None, scores)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rounded", [False, True], ids=["scores", "bfloat16 scores"])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 3.0])
+def test_equal_to_the_sort(top_p, temperature, rounded, dtype):
+    """Scores in bfloat16 have many equal ones; at a high temperature the nucleus is thousands of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(12, 20000, generator=generator, dtype=dtype) * 4
+    scores = (scores.bfloat16() if rounded else scores).to(dtype) / temperature
+    check(TopPLogitsWarper(top_p), scores)
+    check(TopPLogitsWarper(top_p), TopKLogitsWarper(50)(None, scores))
+    check(TopPLogitsWarper(top_p, min_tokens_to_keep=7), scores)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1.0, 1.5, 2.0, 8.0, -float("inf")]), min_size=6, max_size=6), min_size=1),
+    st.floats(0.01, 0.99),
+    st.integers(1, 4),
+)
+def test_ties_and_masked_tokens(rows, top_p, min_tokens_to_keep):
+    rows = [row if max(row) > -float("inf") else [0.0] * 6 for row in rows]
+    check(TopPLogitsWarper(top_p, min_tokens_to_keep=min_tokens_to_keep), torch.tensor(rows))
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.integers(2, 40), st.data())
+def test_limits_that_fall_on_a_sum(count, data):
+    """Equal probabilities, and a limit that is exactly a number of them: rounding decides, so the sort does."""
+    top_p = data.draw(st.integers(1, count - 1)) / count
+    check(TopPLogitsWarper(top_p), torch.zeros(1, count))
+    check(TopPLogitsWarper(top_p), torch.arange(count).float().mul(1e-6)[None])
+
+
+def test_what_cannot_be_told_is_sorted_and_nothing_else(monkeypatch):
+    clear = torch.log(torch.tensor([[0.7, 0.25, 0.04, 0.01]]))
+    tied = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.2]]))
+    processor = Counted(0.5)
+    filter_nucleus(processor, torch.cat([clear, tied, clear]))
+    assert processor.rows == 1
+    monkeypatch.setattr(nucleus, "_LOOKED_AT", 2)
+    processor = Counted(0.99)
+    check(processor, clear)
+    assert processor.rows == 1, "the nucleus is larger than what was looked at"
+
+
+def test_scores_that_are_no_numbers_are_left_to_the_sort():
+    processor = Counted(0.9)
+    filter_nucleus(processor, torch.tensor([[0.0, float("nan"), 1.0]]))
+    assert processor.rows == 1
