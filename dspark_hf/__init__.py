@@ -5,6 +5,8 @@ from transformers import AutoConfig, AutoModel
 from .decoding import DSparkGenerateOutput
 from .hook import custom_generate, install, uninstall
 from .modeling import DSparkConfig, DSparkDraftModel
+from .profiles import Profile, use_profile
+from .profiling import measure_profile
 from .statistics import SpeculativeStats
 from .streaming import DSparkStreamer
 
@@ -20,8 +22,11 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkGenerateOutput",
     "DSparkStreamer",
+    "Profile",
     "SpeculativeStats",
     "custom_generate",
     "install",
+    "measure_profile",
     "uninstall",
+    "use_profile",
 ]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PLAIN = "plain generate"
 PROMPT_LOOKUP = "prompt lookup"
 DSPARK = "DSpark"
+PROMPT_LOOKUP_TOKENS = 10
 BARE_STEPS = 12
 WARM_UP_TOKENS = 16
 
@@ -92,6 +93,18 @@ def timed_generate(
         options (`dict`): arguments of `generate` that all methods share.
         seed (`int`, *optional*): seeds torch before the call.
     """
+    rows, seconds = timed_rows(pair, inputs, method, options, seed)
+    return Call(rows[0], seconds, pair.drafter.speculative_stats if method.speculative else None)
+
+
+def timed_rows(
+    pair: Pair, inputs: dict[str, torch.Tensor], method: Method, options: dict[str, Any], seed: int | None = None
+) -> tuple[list[list[int]], float]:
+    """The same of a batch, with inputs of shape `(batch_size, prompt_length)`.
+
+    Returns:
+        `tuple[list[list[int]], float]`: each row's new tokens, and the seconds of the call.
+    """
     import torch
 
     if seed is not None:
@@ -104,8 +117,7 @@ def timed_generate(
         output = pair.target.generate(**inputs, **options, **method.arguments)
         _synchronize(pair)
         seconds = time.perf_counter() - start
-    stats = pair.drafter.speculative_stats if method.speculative else None
-    return Call(output[0, inputs["input_ids"].shape[1] :].tolist(), seconds, stats)
+    return output[:, inputs["input_ids"].shape[1] :].tolist(), seconds
 
 
 def bare_step_seconds(pair: Pair, token_ids: Sequence[int], context_length: int, step_tokens: int) -> float:
@@ -244,7 +256,7 @@ def run_methods(
         `list[dict]`: one record a call, of plain values.
     """
     encoded = {name: [pair.encode(prompt) for prompt in prompts] for name, prompts in prompt_sets.items()}
-    _check_lengths(pair, encoded, options["max_new_tokens"])
+    check_lengths(pair, encoded, options["max_new_tokens"])
     warm_up(pair, next(iter(encoded.values()))[0], methods, options)
 
     records: list[dict[str, Any]] = []
@@ -284,7 +296,12 @@ def warm_up(pair: Pair, inputs: dict[str, torch.Tensor], methods: Iterable[Metho
             timed_generate(pair, inputs, method, short, seed=0)
 
 
-def _check_lengths(pair: Pair, encoded: dict[str, list[dict[str, torch.Tensor]]], max_new_tokens: int) -> None:
+def check_lengths(pair: Pair, encoded: dict[str, list[dict[str, torch.Tensor]]], max_new_tokens: int) -> None:
+    """Check that prompts, encoded one by one and by set, leave room for the text.
+
+    Raises:
+        `CommandError`: naming the first that does not.
+    """
     limit = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
     for name, prompts in encoded.items():
         for index, inputs in enumerate(prompts):
@@ -387,7 +404,8 @@ def summarise(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str
     macro: dict[str, dict[str, float | int | None]] = {}
     for method in next(iter(summary.values())):
         rows = [methods[method] for methods in summary.values()]
-        macro[method] = {key: _mean([row.get(key) for row in rows]) for key in rows[0]}
+        keys = dict.fromkeys(key for row in rows for key in row)
+        macro[method] = {key: _mean([row.get(key) for row in rows]) for key in keys}
     return summary | {"macro": macro}
 
 
@@ -422,7 +440,7 @@ def _progress_line(name: str, index: int, calls: dict[str, Call], methods: Seque
     parts = [f"{method.name} {calls[method.name].tokens_per_second:.1f} tok/s" for method in methods]
     for method in methods:
         stats = calls[method.name].stats
-        if stats is not None:
+        if stats is not None and stats.rounds:  # a text of one token, its end, has none
             parts.append(f"mean_acceptance_length {stats.mean_acceptance_length:.2f} ({method.name})")
     return f"{name} {index + 1}: " + ", ".join(parts)
 
@@ -452,17 +470,18 @@ def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], c
             speed.add_row(
                 name if method == methods[0] else "",
                 method,
-                _number(row["tokens_per_second"], ".1f"),
-                _number(row["ratio"], ".2f"),
-                _number(row.get("mean_acceptance_length"), ".2f"),
-                _number(row.get("draft_acceptance_rate"), ".2f"),
-                _number(row["same_text"], ".0%") if comparable else "–",
+                format_number(row["tokens_per_second"], ".1f"),
+                format_number(row["ratio"], ".2f"),
+                format_number(row.get("mean_acceptance_length"), ".2f"),
+                format_number(row.get("draft_acceptance_rate"), ".2f"),
+                format_number(row["same_text"], ".0%") if comparable else "–",
             )
         speed.add_section()
     console.print(speed)
     for method in methods:
         if summary["macro"][method].get("bound") is not None:
-            console.print(_round_table(method, {name: summary[name][method] for name in names}))
+            with_rounds = [name for name in names if "bound" in summary[name][method]]
+            console.print(_round_table(method, {name: summary[name][method] for name in with_rounds}))
 
 
 def _round_table(method: str, rows: dict[str, dict[str, float | int | None]]) -> Table:
@@ -492,16 +511,17 @@ def _round_table(method: str, rows: dict[str, dict[str, float | int | None]]) ->
         seconds = [row[key] for key in ("t1", "t_draft", "bare_draft", "t_verify", "bare_verify")]
         table.add_row(
             name,
-            *(_number(None if value is None else 1000 * value, ".1f") for value in seconds),
-            _number(row["outside_share"], ".0%"),
-            _number(row["draft_share"], ".2f"),
-            _number(row["bound"], ".2f"),
-            _number(row["reached"], ".0%"),
+            *(format_number(None if value is None else 1000 * value, ".1f") for value in seconds),
+            format_number(row["outside_share"], ".0%"),
+            format_number(row["draft_share"], ".2f"),
+            format_number(row["bound"], ".2f"),
+            format_number(row["reached"], ".0%"),
         )
     return table
 
 
-def _number(value: float | int | None, style: str) -> str:
+def format_number(value: float | int | None, style: str) -> str:
+    """A number for a table; a dash for one that there is not."""
     return "–" if value is None else format(value, style)
 
 
@@ -543,13 +563,15 @@ def run(
     limit: int | None,
     max_new_tokens: int,
     temperature: float,
+    top_p: float | None,
+    top_k: int | None,
     threshold: float | None,
     repetitions: int,
     dtype: str,
     device: str,
     threads: int | None,
     seed: int,
-    prompt_lookup_tokens: int,
+    prompt_lookup_tokens: int = PROMPT_LOOKUP_TOKENS,
     synthetic: Sequence[float],
     output: str | None,
 ) -> int:
@@ -561,25 +583,15 @@ def run(
     Raises:
         `CommandError`: something given cannot be used.
     """
-    if output is not None and not Path(output).expanduser().absolute().parent.is_dir():
-        raise CommandError(f"--output {output!r}: its folder does not exist; create it first")
+    check_writable("--output", output)
+    options = bench_options(max_new_tokens, temperature, top_p, top_k, threshold)
     prompt_sets = read_prompts(prompts, limit)
 
     import torch
     from rich.console import Console
 
-    from .environment import machine, package_versions
-
     if threads is not None:
         torch.set_num_threads(threads)
-    options = generation_options(
-        max_new_tokens,
-        temperature,
-        # The distribution itself, whatever truncation the target's own generation config suggests.
-        top_p=1.0 if temperature > 0 else None,
-        top_k=0 if temperature > 0 else None,
-        threshold=threshold,
-    )
     pair = load_pair(target, drafter, dtype, device)
     methods = [plain_method()]
     if synthetic:
@@ -593,29 +605,55 @@ def run(
             dspark_method(pair),
         ]
     console = Console()
-    console.print(pair.description, highlight=False)
-    if synthetic:
-        console.print("[bold]SYNTHETIC acceptance: the engine is measured, not the drafter; the text is not meant.[/]")
-    if pair.target.device.type == "cuda":
-        console.print("On CUDA, draft and verify are the times until the calls returned, not until they were done.")
+    introduce(pair, console, bool(synthetic))
     records = run_methods(pair, prompt_sets, methods, options, repetitions, seed)
     summary = summarise(records)
     print_tables(summary, console, greedy=temperature == 0)
     if output is not None:
         settings = {
             "target": target, "drafter": pair.names[1], "prompts": prompts or "school-maths (bundled)",
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "threshold": threshold,
-            "repetitions": repetitions, "dtype": str(pair.target.dtype).removeprefix("torch."),
-            "device": str(pair.target.device), "seed": seed, "synthetic": list(synthetic),
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": options.get("top_p"),
+            "top_k": options.get("top_k"), "threshold": threshold, "repetitions": repetitions,
+            "dtype": str(pair.target.dtype).removeprefix("torch."), "device": str(pair.target.device), "seed": seed,
+            "synthetic": list(synthetic),
         }  # fmt: skip
-        result = {
-            "command": ["dspark", *sys.argv[1:]],
-            "machine": machine(),
-            "versions": package_versions(),
-            "settings": settings,
-            "summary": summary,
-            "calls": records,
-        }
-        Path(output).expanduser().write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_results(output, {"settings": settings, "summary": summary, "calls": records})
         console.print(f"Written: {output}", highlight=False)
     return 0
+
+
+def introduce(pair: Pair, console: Console, synthetic: bool) -> None:
+    """Say what is measured, and what the figures are not."""
+    console.print(pair.description, highlight=False)
+    if synthetic:
+        console.print("[bold]SYNTHETIC acceptance: the engine is measured, not the drafter; the text is not meant.[/]")
+    if pair.target.device.type == "cuda":
+        console.print("On CUDA, draft and verify are the times until the calls returned, not until they were done.")
+
+
+def check_writable(argument: str, path: str | None) -> None:
+    """Refuse a file whose folder is not there, before anything is measured."""
+    if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+        raise CommandError(f"{argument} {path!r}: its folder does not exist; create it first")
+
+
+def bench_options(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    threshold: float | None = None,
+) -> dict[str, Any]:
+    """As [`generation_options`], but without `top_p` and `top_k` tokens are drawn from the distribution itself,
+    whatever truncation the target's own generation config suggests."""
+    if temperature > 0:
+        top_p, top_k = 1.0 if top_p is None else top_p, 0 if top_k is None else top_k
+    return generation_options(max_new_tokens, temperature, top_p, top_k, threshold)
+
+
+def write_results(output: str, results: dict[str, Any]) -> None:
+    """Write plain values to a JSON file, behind the command, the machine and the versions they come from."""
+    from .environment import machine, package_versions
+
+    origin = {"command": ["dspark", *sys.argv[1:]], "machine": machine(), "versions": package_versions()}
+    Path(output).expanduser().write_text(json.dumps(origin | results, indent=2) + "\n", encoding="utf-8")

@@ -145,15 +145,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores = logits.to(home)
             if self.processors:
                 scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-                scores = self.processors([(row, sequences.prefix(row, slot), slot) for row in rows], scores)
+                prefixes = ()
+                if self.processors.reads_tokens:
+                    prefixes = [(row, sequences.prefix(row, slot), slot) for row in rows]
+                scores = self.processors(prefixes, scores)
             if self.do_sample:
                 drawn_from.append(probabilities(scores))
                 tokens = self._draw(drawn_from[-1])
             else:
                 tokens = sampling.most_likely(scores)
-            if self.processors:
-                for index, row in enumerate(rows):
-                    sequences.put(row, tokens[index : index + 1], at=slot)
+            if self.processors.reads_tokens:
+                sequences.put(rows, tokens[:, None], at=slot)
             return tokens.to(self.device)
 
         state = self.processors.state()

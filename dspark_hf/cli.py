@@ -1,4 +1,4 @@
-"""The `dspark` command: demo, generate, bench, env.
+"""The `dspark` command: demo, generate, bench, profile, calibrate, simulate, env.
 
 Torch and Transformers are imported by the commands that need them, after the arguments have been checked.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from .loading import DEMO, DTYPES, CommandError
+from .scheduling import SCHEDULES
 
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): the arguments; by default the process's.
 
     Returns:
-        `int`: 0, or 2 for something given that cannot be used (said in one line on stderr), or 130 after Ctrl-C.
+        `int`: 0, or 1 if `calibrate --check` advises a refit, or 2 for something given that cannot be used (said in
+            one line on stderr), or 130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
     arguments = vars(args)
@@ -56,6 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_generate(commands)
     _add_bench(commands)
+    _add_profile(commands)
+    _add_calibrate(commands)
+    _add_simulate(commands)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
     environment.set_defaults(run=_run_env)
     return parser
@@ -103,7 +108,8 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
         "bench",
         help="plain generate, prompt lookup and DSpark in turn",
         description="Measure plain generate, prompt lookup and DSpark in turn, prompt by prompt, and set a round's "
-        "cost beside Equation 1's bound tau * T(1) / (T_draft + T_verify).",
+        "cost beside Equation 1's bound tau * T(1) / (T_draft + T_verify). With --batch-sizes, measure plain generate "
+        "and the schedules on batches instead.",
     )
     _add_pair(bench)
     bench.add_argument(
@@ -112,10 +118,15 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     bench.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
     bench.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
     bench.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy; default: %(default)s")
+    bench.add_argument("--top-p", type=_top_p, help="with a temperature; default: 1, no truncation")
+    bench.add_argument("--top-k", type=_non_negative_int, help="with a temperature; default: 0, no truncation")
     bench.add_argument("--repetitions", type=_positive_int, default=3, help="default: %(default)s")
     bench.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
     bench.add_argument(
-        "--prompt-lookup-tokens", type=_positive_int, default=10, help="prompt_lookup_num_tokens; default: %(default)s"
+        "--prompt-lookup-tokens",
+        type=_positive_int,
+        default=argparse.SUPPRESS,
+        help="prompt_lookup_num_tokens; default: 10; not with --batch-sizes",
     )
     bench.add_argument(
         "--synthetic-acceptance",
@@ -129,7 +140,145 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     bench.add_argument("--output", help="write all calls and the summary to this JSON file")
     _add_threshold(bench)
     _add_placement(bench, dtype="auto")
+    _add_batches(bench)
     bench.set_defaults(run=_run_bench)
+
+
+def _add_batches(bench: argparse.ArgumentParser) -> None:
+    batches = bench.add_argument_group("batches", argument_default=argparse.SUPPRESS)
+    batches.add_argument(
+        "--batch-sizes",
+        metavar="N",
+        type=_positive_int,
+        nargs="+",
+        help="rows of a batch; all rows run to full length",
+    )
+    batches.add_argument(
+        "--schedules",
+        choices=SCHEDULES,
+        nargs="+",
+        help="default: all; confidence takes the best of a few thresholds, found in a warm-up, or --threshold",
+    )
+    batches.add_argument(
+        "--synthetic-auc",
+        metavar="AUC",
+        type=_auc,
+        help="ROC-AUC of confidences that go with --synthetic-acceptance; default: the same for every draft",
+    )
+    batches.add_argument("--markdown", help="write a table to this Markdown file")
+
+
+def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="what steps and drafts cost on this machine, for the hardware-aware schedules",
+        description="Measure steps of the target by their tokens and rows, and drafts by their rows, and store that "
+        "where generate finds it. It holds for this machine, dtype, number of threads and these versions; what was "
+        "stored is shown again. Let nothing else run meanwhile.",
+    )
+    profile.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    profile.add_argument(
+        "--drafter", help="folder or Hub id of a drafter for this target, or none; default: the demo's"
+    )
+    profile.add_argument(
+        "--contexts", metavar="C", type=_positive_int, nargs="+", help="tokens that rows hold; default: 128 512 2048"
+    )
+    profile.add_argument("--most-tokens", type=_positive_int, help="of a step; default: 256")
+    profile.add_argument("--budget", metavar="SECONDS", type=_seconds, help="for measuring; default: 120")
+    profile.add_argument("--force", action="store_true", help="measure although there is a stored profile")
+    profile.add_argument("--plot", metavar="FILE", help="draw SPS(B), tokens a second and drafts, as PNG")
+    profile.add_argument("--output", metavar="FILE", help="write a copy to this JSON file")
+    _add_placement(profile, dtype="auto")
+    profile.set_defaults(run=_run_profile)
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="fit a drafter's confidence to what the target accepts, or check whether it still fits",
+        description="Sequential Temperature Scaling: decode prompts, fit one temperature a block position so that the "
+        "predicted survival is how often a prefix survives, and write them into the drafter's config.json. Each "
+        "sampling temperature is a fit of its own, greedy decoding too.",
+    )
+    _add_pair(calibrate)
+    calibrate.add_argument(
+        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
+    )
+    calibrate.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
+    calibrate.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+    calibrate.add_argument("--batch-size", type=_positive_int, default=8, help="default: %(default)s")
+    calibrate.add_argument(
+        "--temperature",
+        dest="temperatures",
+        metavar="T",
+        type=_temperature,
+        nargs="+",
+        action="extend",
+        help="fit at each of these, 0 is greedy; default: 0 1, with --check all that were fitted",
+    )
+    calibrate.add_argument("--top-p", type=_top_p, help="with a temperature; default: the target's own")
+    calibrate.add_argument("--top-k", type=_non_negative_int, help="with a temperature; default: the target's own")
+    calibrate.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
+    calibrate.add_argument(
+        "--holdout",
+        type=_share,
+        default=0.3,
+        metavar="SHARE",
+        help="of the prompts, kept out of the fit to judge it by; default: %(default)s",
+    )
+    calibrate.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing: measure the stored fits on (new) prompts; exit code 1 if a refit is advised",
+    )
+    calibrate.add_argument(
+        "--output", metavar="FOLDER", help="copy the drafter here with its temperatures; default: its own folder"
+    )
+    calibrate.add_argument("--plot", metavar="FILE", help="draw reliability diagrams, before and after, as PNG")
+    calibrate.add_argument(
+        "--blocks", metavar="FILE", help="save the recorded blocks as JSON (of several temperatures FILE-t0, FILE-t1)"
+    )
+    _add_placement(calibrate, dtype="auto")
+    calibrate.set_defaults(run=_run_calibrate)
+
+
+def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="schedules and thresholds over recorded blocks and a profile, up to hundreds of rows",
+        description="What each threshold keeps and prunes, and what each schedule would make of 1 to 512 concurrent "
+        "rows, by recorded blocks and a profile's costs. Confidences are calibrated by the temperatures of the "
+        "drafter that drafted the blocks; with --blocks, of the one that --drafter names, else not at all.",
+    )
+    _add_pair(simulate)
+    simulate.add_argument("--blocks", help="file of recorded blocks (dspark calibrate); default: records some first")
+    simulate.add_argument(
+        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
+    )
+    simulate.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
+    simulate.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+    simulate.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy; default: %(default)s")
+    simulate.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
+    simulate.add_argument(
+        "--gpu-like", action="store_true", help="made-up, jagged costs in the manner of a GPU: alone or with --profile"
+    )
+    simulate.add_argument(
+        "--context", type=_positive_int, default=256, help="tokens that each row holds; default: %(default)s"
+    )
+    simulate.add_argument(
+        "--rows",
+        metavar="R",
+        type=_positive_int,
+        nargs="+",
+        default=[2**power for power in range(10)],
+        help="numbers of concurrent rows; default: 1 2 4 ... 512",
+    )
+    simulate.add_argument("--rounds", type=_positive_int, default=200, help="of each; default: %(default)s")
+    simulate.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
+    simulate.add_argument("--output", help="write all numbers to this JSON file")
+    simulate.add_argument("--plot", metavar="FOLDER", help="draw threshold_sweep.png, budget.png and throughput.png")
+    _add_placement(simulate, dtype="auto")
+    simulate.set_defaults(run=_run_simulate)
 
 
 def _add_pair(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +305,37 @@ def _run_demo(**arguments: object) -> int:
 
 
 def _run_bench(**arguments: object) -> int:
-    from .bench import run
+    """`dspark bench`: row by row, or on batches."""
+    batched = "batch_sizes" in arguments
+    for name in ("prompt_lookup_tokens",) if batched else ("schedules", "synthetic_auc", "markdown"):
+        if name in arguments:
+            value = arguments[name]
+            told = " ".join(value) if isinstance(value, list) else value
+            fix = "leave one of them out" if batched else "give that as well"
+            raise CommandError(
+                f"--{name.replace('_', '-')} {told}: not {'with' if batched else 'without'} --batch-sizes; {fix}"
+            )
+    if batched:
+        from .batch_bench import run
+    else:
+        from .bench import run
+    return run(**arguments)
+
+
+def _run_profile(**arguments: object) -> int:
+    from .profile_command import run
+
+    return run(**arguments)
+
+
+def _run_calibrate(**arguments: object) -> int:
+    from .calibrate import run
+
+    return run(**arguments)
+
+
+def _run_simulate(**arguments: object) -> int:
+    from .simulate import run
 
     return run(**arguments)
 
@@ -253,8 +432,20 @@ def _threshold(text: str) -> float:
     return _within(text, float, "a number from 0 to below 1 (0 sends whole blocks)", lambda value: 0 <= value < 1)
 
 
+def _share(text: str) -> float:
+    return _within(text, float, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
 def _probability(text: str) -> float:
     return _within(text, float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def _seconds(text: str) -> float:
+    return _within(text, float, "a number of seconds above 0", lambda value: 0 < value < float("inf"))
+
+
+def _auc(text: str) -> float:
+    return _within(text, float, "a number between 0.5 and 1", lambda value: 0.5 < value < 1)
 
 
 def _within(text: str, convert: type[int] | type[float], allowed: str, accepts: Callable[[float], bool]) -> float:

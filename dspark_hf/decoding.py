@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fit
 from .compat import CACHE_NAME
 from .flattened_stream import FlattenedStream
 from .processing import ProcessorChain
-from .profiles import find_profile
+from .profiles import explain_missing, find_profile
 from .sampling import Verdict, Verification
 from .schedule_options import ScheduleOptions
 from .scheduling import HARDWARE_AWARE, Costs, Scheduler
@@ -66,11 +67,12 @@ class _Stops:
         # Plain `generate` fills up finished rows only if something here knows end tokens; otherwise they go on.
         self.fill_up = any(hasattr(c, "eos_token_id") for c in criteria)
 
-    def __call__(self, prefix: torch.LongTensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Whether a row, `prefix` of shape `(1, length)` that ends with `token`, is finished."""
-        stopped = token in self.end_tokens or (self.max_length is not None and prefix.shape[1] >= self.max_length)
+    def __call__(self, sequences: Sequences, row: int, token: int, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Whether a row that ends with `token` is finished."""
+        length = sequences.lengths[row]
+        stopped = token in self.end_tokens or (self.max_length is not None and length >= self.max_length)
         for criterion in self.others:  # all are asked, since they may keep count
-            answer = criterion(prefix, scores)
+            answer = criterion(sequences.prefix(row), scores)
             stopped |= bool(answer.all() if isinstance(answer, torch.Tensor) else answer)
         return stopped
 
@@ -91,12 +93,12 @@ class _Recorder:
         self.prompt_hidden_states = outputs.hidden_states if self.hidden_states is not None else None
         self.prompt_attentions = outputs.attentions if self.attentions is not None else None
 
-    def token(self, row: int, scores: torch.Tensor, logits: torch.Tensor | None) -> None:
-        """Take the scores and raw logits, `(1, vocab_size)`, that a row's next token was chosen by."""
+    def token(self, row: int, scores: torch.Tensor, logits: torch.Tensor | None, place: int) -> None:
+        """Take the scores and raw logits that a row's token was chosen by: a place of `(positions, vocab_size)`."""
         if self.scores is not None:
-            self.scores[row].append(scores)
+            self.scores[row].append(scores[place : place + 1])
         if self.logits is not None:
-            self.logits[row].append(logits)
+            self.logits[row].append(logits[place : place + 1])
 
     def states(self, row: int, count: int, output: StreamOutput, first: int, index: int) -> None:
         """Take states and weights of the first `count` of a row's tokens in a stream."""
@@ -239,6 +241,7 @@ class _Run:
         self.stream = open_stream(self.target, prompt, self.config, self.taps)
         self.stream.keep_finished = self.returns_cache
         self.places = places_for(self.target, prompt.cache)
+        self.prompt_tokens = prompt.visible.sum(dim=1).tolist()  # of each row, without padding
         self.scheduler = _scheduler(self.target, self.drafter, self.config)
         self.drafts = DSparkCandidateGenerator(
             self.drafter,
@@ -272,9 +275,9 @@ class _Run:
         else:
             tokens = sampling.most_likely(scores)
         self.processors.commit(len(self.active))
+        self.sequences.put(self.active, tokens[:, None])
         for row, token in enumerate(tokens.tolist()):
-            self.sequences.put(row, tokens[row : row + 1])
-            self._append(row, [token], 0, scores[row : row + 1], None if raw is None else raw[row : row + 1])
+            self._append(row, [token], 0, scores, raw, row)
         self._retire()
         self.output_streamer.flush(self.active)
 
@@ -284,8 +287,8 @@ class _Run:
         room = [self._room(row) for row in self.active]
         if max(room) <= 0:
             return None
-        context = sum(self.sequences.lengths[row] for row in self.active) / len(self.active)
-        slots = min(self.scheduler.slots(self.active, context), max(room))
+        held = [self.prompt_tokens[row] + self.sequences.generated(row) for row in self.active]
+        slots = min(self.scheduler.slots(self.active, sum(held) / len(held)), max(room))
         return self.drafts.get_candidates(self.sequences, self.active, room, slots) if slots else None
 
     def _room(self, row: int) -> int:
@@ -339,30 +342,29 @@ class _Run:
         """Keep what the target accepts and its own token after that, up to where a row stops."""
         rows = list(self.active)
         lengths = candidates.verify_lengths if candidates else [0] * len(rows)
-        starts = [sum(lengths[:index]) + index for index in range(len(rows))]
-        if candidates is not None and self.processors:
-            for index, row in enumerate(rows):
-                self.sequences.put(row, candidates.tokens[index, : lengths[index]])
-        prefixes = [
-            (row, self.sequences.prefix(row, step), step)
-            for row, length in zip(rows, lengths, strict=True)
-            for step in range(length + 1)
-        ]
+        ends = list(accumulate(length + 1 for length in lengths))
+        starts = [0, *ends[:-1]]
+        prefixes = ()
+        if self.processors.reads_tokens:
+            if candidates is not None:
+                self.sequences.put(rows, candidates.tokens)
+            prefixes = [
+                (row, self.sequences.prefix(row, step), step)
+                for row, length in zip(rows, lengths, strict=True)
+                for step in range(length + 1)
+            ]
         scores, raw = self._process(output.logits, prefixes)
         verdict = self._judge(candidates, lengths, scores)
         outcome = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the round's one wait
         self._learn(rows, candidates, [accepted for accepted, *_ in outcome])
+        self.sequences.put(rows, verdict.tokens)
         kept = []
         for index, (row, (accepted, *tokens)) in enumerate(zip(rows, outcome, strict=True)):
-            self.sequences.put(row, verdict.tokens[index, : accepted + 1])
-            place = slice(starts[index], starts[index] + accepted + 1)
             if row not in self.stopped_at:
                 drafted = candidates.tokens.shape[1] if candidates is not None else 0
                 for stats in (self.stats, self.stats.rows[row]):
                     stats.record(drafted, lengths[index], accepted)
-            count = self._append(
-                row, tokens[: accepted + 1], accepted, scores[place], None if raw is None else raw[place]
-            )
+            count = self._append(row, tokens[: accepted + 1], accepted, scores, raw, starts[index])
             self.recorder.states(row, count, output, starts[index], index)
             kept.append(count)
         self.processors.commit(kept[0])
@@ -393,7 +395,7 @@ class _Run:
             )
 
     def _process(
-        self, logits: torch.Tensor, prefixes: list[tuple[int, torch.LongTensor, int]]
+        self, logits: torch.Tensor, prefixes: Sequence[tuple[int, torch.LongTensor, int]]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Processed scores in float32 or better, and the raw logits if they are wanted."""
         device = self.sequences.tokens.device
@@ -420,17 +422,17 @@ class _Run:
         return verification.greedy(scores, synthetic)
 
     def _append(
-        self, row: int, tokens: list[int], accepted: int, scores: torch.Tensor, raw: torch.Tensor | None
+        self, row: int, tokens: list[int], accepted: int, scores: torch.Tensor, raw: torch.Tensor | None, first: int
     ) -> int:
         """Commit a row's tokens one by one until one of them stops it: how many were."""
         goes_on = row in self.stopped_at
         for step, token in enumerate(tokens):
             if goes_on and self.sequences.lengths[row] >= self._common_length():
                 return step
-            self.recorder.token(row, scores[step : step + 1], None if raw is None else raw[step : step + 1])
+            self.recorder.token(row, scores, raw, first + step)
             self.sequences.lengths[row] += 1
             self.output_streamer.push(row, token, drafted=step < accepted)
-            if self.stops(self.sequences.prefix(row), token, self.recorder.scores_of(row)) and not goes_on:
+            if self.stops(self.sequences, row, token, self.recorder.scores_of(row)) and not goes_on:
                 self.stopped_at[row] = self.sequences.lengths[row]
                 return step + 1
         return len(tokens)
@@ -516,10 +518,11 @@ def _scheduler(target: PreTrainedModel, drafter: Any, generation_config: Generat
         if profile is None:
             schedule = "confidence"
             _warn_once(
-                "`num_assistant_tokens_schedule` is %r but this machine has no profile of the pair, so drafts are cut "
-                "at a survival of %g. Measure one with `dspark profile` or `dspark_hf.measure_profile(target, "
-                "drafter)`; it holds for these versions, dtype, attention and number of threads.",
+                "`num_assistant_tokens_schedule` is %r but %s, so drafts are cut at a survival of %g. Measure one with "
+                "`dspark profile` or `dspark_hf.measure_profile(target, drafter)`; it holds for these versions, dtype, "
+                "attention and number of threads.",
                 options.schedule,
+                explain_missing(target, drafter),
                 options.threshold,
             )
         else:

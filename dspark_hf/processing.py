@@ -77,6 +77,11 @@ class ProcessorChain:
     def __bool__(self) -> bool:
         return bool(self.processors)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether any of them reads the tokens before a position; otherwise the prefixes can be left out."""
+        return any(type(processor) not in _READ_ONLY_SCORES for processor in self.processors)
+
     def __call__(
         self, prefixes: Sequence[tuple[int, torch.LongTensor, int]], scores: torch.Tensor, record: bool = False
     ) -> torch.Tensor:
@@ -85,7 +90,7 @@ class ProcessorChain:
 
         Args:
             prefixes (`Sequence[tuple[int, torch.LongTensor, int]]`): For each position its row, the tokens before it,
-                of shape `(1, length)`, and how many of these are drafts.
+                of shape `(1, length)`, and how many of these are drafts. May be empty if none is read.
             scores (`torch.Tensor` of shape `(positions, vocab_size)`): Overwritten or not, as the processors do.
             record (`bool`): Whether to remember the state after each position, for [`ProcessorChain.commit`].
 

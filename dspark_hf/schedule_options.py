@@ -11,7 +11,9 @@ from .scheduling import SCHEDULES
 @dataclass(frozen=True)
 class ScheduleOptions:
     """
-    Each is taken from the call if it was given there, else from `drafter.generation_config`, else the default.
+    Each is taken from the call if it was given there, else from `drafter.generation_config`, else the default. What
+    equals Transformers' own default, `"constant"` and 0.4, cannot be told from it and counts as not given to a call:
+    where the drafter's config says otherwise, `"confidence"` with a threshold of 0 sends whole blocks.
 
     Args:
         schedule (`str`): `num_assistant_tokens_schedule`, one of `SCHEDULES`; by default `"constant"`, whole blocks,
@@ -19,8 +21,8 @@ class ScheduleOptions:
         threshold (`float`): `assistant_confidence_threshold` of the schedule `"confidence"` and of the hardware-aware
             ones where they have no profile, on the survival; by default Transformers' 0.4.
         min_verify_length (`int`): Drafts of each row that are sent whatever they cost; by default 0.
-        max_starved_rounds (`int`, *optional*): A row of which nothing was sent for so many rounds
-            gets one draft sent; by default none does.
+        max_starved_rounds (`int`, *optional*): A row that was passed over in so many rounds, in which drafts of others
+            were sent, gets one sent; by default none does.
     """
 
     schedule: str = "constant"

@@ -30,12 +30,21 @@ class Sequences:
 
     def anchors(self, rows: Sequence[int]) -> torch.LongTensor:
         """The last token of each row, of shape `(rows,)`."""
-        return torch.cat([self.tokens[row, self.lengths[row] - 1 : self.lengths[row]] for row in rows])
+        if len(rows) == 1:
+            return self.tokens[rows[0], self.lengths[rows[0]] - 1 : self.lengths[rows[0]]]
+        return self.tokens[self._index(rows), self._index([self.lengths[row] - 1 for row in rows])]
 
-    def put(self, row: int, tokens: torch.LongTensor, at: int = 0) -> None:
-        """Write tokens of shape `(tokens,)` behind a row's end, `at` places further, without committing them."""
-        start = self.lengths[row] + at
-        self.tokens[row, start : start + len(tokens)] = tokens
+    def put(self, rows: Sequence[int], tokens: torch.LongTensor, at: int = 0) -> None:
+        """Write `(rows, count)` tokens behind the rows' ends, `at` places further, without committing them."""
+        starts, count = [self.lengths[row] + at for row in rows], tokens.shape[1]
+        if len(rows) == 1:
+            self.tokens[rows[0], starts[0] : starts[0] + count] = tokens[0]
+        else:
+            places = self._index(starts)[:, None] + torch.arange(count, device=self.tokens.device)
+            self.tokens[self._index(rows)[:, None], places] = tokens
+
+    def _index(self, values: Sequence[int]) -> torch.LongTensor:
+        return torch.tensor(values, device=self.tokens.device)
 
     def generated(self, row: int) -> int:
         """Tokens committed to a row since the prompt."""

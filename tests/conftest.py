@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # ruff: noqa: E402
 import json
+import uuid
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from dspark_hf import DSparkDraftModel
+from dspark_hf.environment import cache_folder
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -45,6 +47,17 @@ def load_golden(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def load_drafter_fixture() -> Callable[..., DSparkDraftModel]:
     """[`load_drafter`], for tests that ask for it by argument."""
     return load_drafter
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cache of each test's own, with what the user's holds (the demo target) but for profiles of the machine."""
+    folder = tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"
+    folder.mkdir()
+    for path in cache_folder().glob("*"):
+        if path.name != "profiles":
+            (folder / path.name).symlink_to(path)
+    monkeypatch.setenv("DSPARK_CACHE", str(folder))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,31 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = {path.stem: path for path in (ROOT / "dspark_hf").glob("*.py")}
 MODELING = {path.stem: path for path in (ROOT / "modeling").glob("*.py")}
 # The ground floor: these import nothing of the package.
-BOTTOM = ("sampling", "scheduling", "statistics", "sequences", "snapshot", "streaming", "compat", "locks")
+BOTTOM = (
+    "sampling",
+    "scheduling",
+    "statistics",
+    "sequences",
+    "snapshot",
+    "streaming",
+    "compat",
+    "locks",
+    "calibration",
+)
 # Modules that only the command line and the package's face may know.
-TOP = ("cli", "__main__", "demo", "bench", "loading")
+TOP = (
+    "cli",
+    "__main__",
+    "demo",
+    "bench",
+    "batch_bench",
+    "loading",
+    "simulate",
+    "simulation",
+    "blocks",
+    "calibrate",
+    "profile_command",
+)
 
 
 def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:

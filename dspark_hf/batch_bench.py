@@ -1,0 +1,689 @@
+"""Measure batches: plain batched `generate` and DSpark's schedules in turn, over batch sizes.
+
+All ways of decoding a batch run one after the other, beginning with another one each time, and the batch sizes take
+turns, so that a machine's slow minutes fall on all of them; ratios are taken between neighbours and their median is
+reported.
+
+Work is equal: every row runs to its full length, since the end token is set to an id that no token has.
+`min_new_tokens` would do the same, but by a logits processor that is asked for each drafted and each verified
+position, which no call in earnest has, and which changes the distribution. What a row says behind its own end means
+little; how much of the text that is, is reported as `past_end`.
+"""
+
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import pad
+from tqdm.auto import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from .bench import (
+    PLAIN,
+    Method,
+    bench_options,
+    check_lengths,
+    check_writable,
+    format_number,
+    introduce,
+    plain_method,
+    read_prompts,
+    timed_rows,
+    warm_up,
+    write_results,
+)
+from .loading import CommandError, Pair, load_pair
+from .profiles import Profile, find_profile
+from .scheduling import HARDWARE_AWARE, SCHEDULES, Scheduler, survivals
+from .statistics import SpeculativeStats
+from .synthetic import concentration_of, synthetic_acceptance
+
+
+# Candidates for the schedule "confidence", and batches that the choice between them rests on.
+THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
+TUNING_TURNS = 2
+# Scheduling is timed by itself, for so many rows besides those of the batches, over so many rounds.
+MANY_ROWS = 64
+SCHEDULING_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    What the ways of decoding are compared at.
+
+    Attributes:
+        batch_size (`int`): Rows.
+        accept_prob, auc (`float`, *optional*): Of [`synthetic_acceptance`], if that is to be in force.
+    """
+
+    batch_size: int
+    accept_prob: float | None = None
+    auc: float | None = None
+
+
+@dataclass(frozen=True)
+class BatchCall:
+    """
+    One timed call of `generate`.
+
+    Attributes:
+        rows (`list[list[int]]`): Each row's new tokens, all of one length of at least 2.
+        seconds, decode_seconds (`float`): Of the whole call, and from its first tokens on.
+        stats ([`SpeculativeStats`], *optional*): Of a call with a drafter.
+        drafted_rounds (`int`): Rounds that drafted, counted for each row, as `stats.rounds` is.
+    """
+
+    rows: list[list[int]]
+    seconds: float
+    decode_seconds: float
+    stats: SpeculativeStats | None = None
+    drafted_rounds: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second of the whole call, all rows together."""
+        return len(self.rows) * len(self.rows[0]) / self.seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """The same without the prefill and the first tokens, which come of it."""
+        return len(self.rows) * (len(self.rows[0]) - 1) / self.decode_seconds
+
+
+class _DecodeClock(BaseStreamer):
+    """Times a call from its first tokens to its end; `generate` puts the prompts before them."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.first = self.last = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.first = time.perf_counter()
+
+    def end(self) -> None:
+        self.last = time.perf_counter()
+
+
+@contextmanager
+def scheduled(drafter: Any, schedule: str, threshold: float | None, setting: Setting) -> Iterator[None]:
+    """
+    Let every call with a drafter go by a schedule. It stands in the drafter's own defaults meanwhile, because
+    `"constant"` and a threshold of 0.4 count as not given on a call.
+
+    Args:
+        drafter (`DSparkDraftModel`): Its `generation_config` is put back afterwards.
+        schedule (`str`): One of `SCHEDULES`.
+        threshold (`float`, *optional*): `assistant_confidence_threshold`, for `"confidence"`.
+        setting ([`Setting`]): Its synthetic acceptance is in force.
+    """
+    own = drafter.generation_config
+    drafter.generation_config = copy.deepcopy(own)
+    drafter.generation_config.num_assistant_tokens_schedule = schedule
+    drafter.generation_config.assistant_confidence_threshold = threshold
+    given = setting.accept_prob is not None
+    try:
+        with synthetic_acceptance(setting.accept_prob, setting.auc) if given else nullcontext():
+            yield
+    finally:
+        drafter.generation_config = own
+
+
+@contextmanager
+def _counting_drafts(drafter: Any) -> Iterator[list[int]]:
+    """The rows of each block that is drafted meanwhile."""
+    rows: list[int] = []
+    handle = drafter.register_forward_pre_hook(lambda module, arguments: rows.append(len(arguments[0])))
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+def interleaved(prompt_sets: dict[str, list[str]]) -> list[str]:
+    """The prompts of all sets, one of each set in turn, so that every batch holds some of all."""
+    turns = itertools.zip_longest(*prompt_sets.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
+
+
+def left_padded(prompts: Sequence[dict[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """
+    One batch of prompts.
+
+    Args:
+        prompts (`Sequence[dict]`): Each with `input_ids` and `attention_mask` of shape `(1, prompt_length)`.
+        pad_token_id (`int`): Put where nothing is attended to.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask` of shape `(len(prompts), longest prompt_length)`.
+    """
+    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
+    return {
+        name: torch.cat([pad(p[name], (longest - p[name].shape[1], 0), value=filling) for p in prompts])
+        for name, filling in (("input_ids", pad_token_id), ("attention_mask", 0))
+    }
+
+
+class BatchBench:
+    """
+    Times calls on batches of the same prompts.
+
+    Args:
+        pair ([`Pair`]): Target and drafter.
+        prompt_sets (`dict[str, list[str]]`): Prompts by set, see [`read_prompts`].
+        options (`dict`): Arguments of `generate` that all ways of decoding share.
+        schedules (`Sequence[str]`): Those to compare, each one of `SCHEDULES`.
+        thresholds (`Sequence[float]`): Candidates for `"confidence"`.
+        seed (`int`): Each call is seeded with this number plus its batch's.
+
+    Raises:
+        `CommandError`: if a prompt leaves no room for the text.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompt_sets: dict[str, list[str]],
+        options: dict[str, Any],
+        schedules: Sequence[str],
+        thresholds: Sequence[float],
+        seed: int,
+    ):
+        self.pair, self.schedules, self.thresholds, self.seed = pair, schedules, thresholds, seed
+        encoded = {name: [pair.encode(prompt) for prompt in prompts] for name, prompts in prompt_sets.items()}
+        check_lengths(pair, encoded, options["max_new_tokens"])
+        self.prompts = interleaved(encoded)
+        self.pad_token_id = 0 if pair.tokenizer.pad_token_id is None else pair.tokenizer.pad_token_id
+        no_token = pair.target.config.get_text_config().vocab_size
+        self.options = options | {"eos_token_id": no_token, "pad_token_id": self.pad_token_id}
+
+    def batch(self, size: int, number: int) -> dict[str, torch.Tensor]:
+        """The next prompts for each number, from the first again after the last."""
+        first = size * number
+        chosen = [self.prompts[place % len(self.prompts)] for place in range(first, first + size)]
+        return left_padded(chosen, self.pad_token_id)
+
+    def method(self, schedule: str, setting: Setting, threshold: float | None = None) -> Method:
+        """DSpark by a schedule; only `"confidence"` takes the threshold, which would make `"constant"` another one."""
+        cut_at = threshold if schedule == "confidence" else None
+        surroundings = partial(scheduled, self.pair.drafter, schedule, cut_at, setting)
+        return Method(schedule, {"assistant_model": self.pair.drafter}, surroundings, speculative=True)
+
+    def call(self, method: Method, setting: Setting, number: int) -> BatchCall:
+        """Decode batch `number` of a setting's size in one way."""
+        clock, inputs = _DecodeClock(), self.batch(setting.batch_size, number)
+        with _counting_drafts(self.pair.drafter) as drafted:
+            rows, seconds = timed_rows(
+                self.pair, inputs, method, self.options | {"streamer": clock}, self.seed + number
+            )
+        stats = self.pair.drafter.speculative_stats if method.speculative else None
+        return BatchCall(rows, seconds, clock.last - clock.first, stats, sum(drafted))
+
+    def warm_up(self, setting: Setting) -> None:
+        """
+        Decode a few tokens in each way, so that no first-time cost is measured.
+
+        Raises:
+            `CommandError`: if target, drafter and options do not go together.
+        """
+        schedules = [self.method(schedule, setting, self.thresholds[0]) for schedule in self.schedules]
+        warm_up(self.pair, self.batch(setting.batch_size, 0), [plain_method(), *schedules], self.options)
+
+    def tune(self, settings: Sequence[Setting], first: int) -> list[dict[str, Any]]:
+        """
+        Try the thresholds on batches of their own, so that the best one's speed is no maximum over noise.
+
+        Args:
+            settings (`Sequence[Setting]`): Where each is to have its own best threshold.
+            first (`int`): Number of the first batch.
+
+        Returns:
+            `list[dict]`: For each setting `seconds` of decoding by threshold, one of each batch, and the `chosen`
+            threshold; nothing is tried where there is only one.
+        """
+        tried: list[dict[float, list[float]]] = [{value: [] for value in self.thresholds} for _ in settings]
+        turns = list(itertools.product(range(TUNING_TURNS), range(len(settings)))) if len(self.thresholds) > 1 else []
+        with tqdm(total=len(turns) * len(self.thresholds), desc="Thresholds", unit="call", disable=not turns) as bar:
+            for turn, place in turns:
+                for value in _rotated(self.thresholds, turn + place):
+                    method = self.method("confidence", settings[place], value)
+                    call = self.call(method, settings[place], first + turn)
+                    tried[place][value].append(call.decode_seconds)
+                    bar.set_postfix_str(_told(settings[place], f"threshold {value:g}", call), refresh=False)
+                    bar.update()
+        return [
+            {
+                "batch_size": setting.batch_size,
+                "accept_prob": setting.accept_prob,
+                "seconds": seconds,
+                "chosen": choose_threshold(seconds),
+            }
+            for setting, seconds in zip(settings, tried, strict=True)
+        ]
+
+    def measure(
+        self, settings: Sequence[Setting], thresholds: Sequence[float | None], repetitions: int
+    ) -> list[dict[str, Any]]:
+        """
+        All timed calls: in each repetition each setting with a new batch, by each way of decoding in turn.
+
+        Args:
+            settings (`Sequence[Setting]`): What to compare at.
+            thresholds (`Sequence[float]`): For each setting that of the schedule `"confidence"`.
+            repetitions (`int`): Batches of each setting.
+
+        Returns:
+            `list[dict]`: One record a call, of plain values.
+        """
+        records = []
+        turns = list(itertools.product(range(repetitions), range(len(settings))))
+        with tqdm(total=len(turns) * (1 + len(self.schedules)), desc="Benchmark", unit="call") as bar:
+            for repetition, place in turns:
+                setting, threshold = settings[place], thresholds[place]
+                schedules = [self.method(schedule, setting, threshold) for schedule in self.schedules]
+                methods, calls = [plain_method(), *schedules], {}
+                for method in _rotated(methods, repetition + place):
+                    calls[method.name] = self.call(method, setting, repetition)
+                    bar.set_postfix_str(_told(setting, method.name, calls[method.name]), refresh=False)
+                    bar.update()
+                for method in methods:
+                    where = {
+                        "batch_size": setting.batch_size,
+                        "accept_prob": setting.accept_prob,
+                        "repetition": repetition,
+                        "method": method.name,
+                        "threshold": threshold if method.name == "confidence" else None,
+                    }
+                    records.append(where | self._record(method.name, calls))
+        return records
+
+    def _record(self, name: str, calls: dict[str, BatchCall]) -> dict[str, Any]:
+        call, plain, constant = calls[name], calls[PLAIN], calls.get("constant")
+        values: dict[str, Any] = {
+            "seconds": call.seconds,
+            "decode_seconds": call.decode_seconds,
+            "tokens_per_second": call.tokens_per_second,
+            "decode_tokens_per_second": call.decode_tokens_per_second,
+            "ratio": plain.seconds / call.seconds,
+            "decode_ratio": plain.decode_seconds / call.decode_seconds,
+            "constant_ratio": None if constant is None else constant.seconds / call.seconds,
+            "constant_decode_ratio": None if constant is None else constant.decode_seconds / call.decode_seconds,
+            "same_text": statistics.fmean(row == other for row, other in zip(call.rows, plain.rows, strict=True)),
+            "past_end": past_end(call.rows, self.pair.target.generation_config.eos_token_id),
+        }
+        if call.stats is not None:
+            values["drafted_rounds"] = call.drafted_rounds
+            values["stats"] = {key: value for key, value in call.stats.to_dict().items() if key != "rows"}
+        return values
+
+
+def choose_threshold(tried: dict[float, list[float]]) -> float:
+    """The threshold under which the same work took least time in all; of equal ones the first."""
+    return min(tried, key=lambda threshold: sum(tried[threshold]))
+
+
+def _rotated(values: Sequence[Any], shift: int) -> list[Any]:
+    shift %= len(values)
+    return [*values[shift:], *values[:shift]]
+
+
+def _told(setting: Setting, method: str, call: BatchCall) -> str:
+    told = f"batch {setting.batch_size}, {method}: {call.tokens_per_second:.1f} tok/s"
+    if call.stats is not None:
+        told += f", mean_acceptance_length {call.stats.mean_acceptance_length:.2f}"
+    return told
+
+
+def past_end(rows: Sequence[Sequence[int]], eos_token_id: int | Sequence[int] | None) -> float:
+    """
+    Share of the tokens of a text that stand behind the first end token of their row.
+
+    Args:
+        rows (`Sequence[Sequence[int]]`): New tokens of each row.
+        eos_token_id (`int` or `Sequence[int]`, *optional*): What ends a text in earnest.
+    """
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    kept = sum(next((place + 1 for place, token in enumerate(row) if token in ends), len(row)) for row in rows)
+    return 1 - kept / sum(map(len, rows))
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    One row a setting and way of decoding.
+
+    Args:
+        records (`Sequence[dict]`): As [`BatchBench.measure`] returns them.
+
+    Returns:
+        `list[dict]`: In the order of settings and ways. Speeds and ratios are medians over the calls, `same_text` and
+        `past_end` means. `verify_length` (drafts sent a round), `draft_acceptance_rate`, `mean_acceptance_length` and
+        `undrafted_share` (of rounds; a row's last round has nothing to draft) are those of all rounds together,
+        `outside_share` (of the time of rounds, what is neither draft nor verification) that of all their time; `None`
+        for plain `generate`.
+    """
+    cells: dict[tuple, list[dict[str, Any]]] = {}
+    for record in records:
+        cells.setdefault((record["batch_size"], record["accept_prob"], record["method"]), []).append(record)
+    rows = []
+    for (batch_size, accept_prob, method), calls in cells.items():
+        cell = {"batch_size": batch_size, "accept_prob": accept_prob, "method": method}
+        cell |= {"threshold": calls[0]["threshold"], "calls": len(calls)}
+        for key in ("tokens_per_second", "decode_tokens_per_second", "ratio", "decode_ratio"):
+            cell[key] = statistics.median(call[key] for call in calls)
+        for key in ("constant_ratio", "constant_decode_ratio"):
+            cell[key] = None if calls[0][key] is None else statistics.median(call[key] for call in calls)
+        for key in ("same_text", "past_end"):
+            cell[key] = statistics.fmean(call[key] for call in calls)
+        rows.append(cell | _summarise_rounds([call for call in calls if "stats" in call]))
+    return rows
+
+
+def _summarise_rounds(calls: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    names = ("rounds", "verified", "accepted", "seconds_draft", "seconds_verify", "seconds_rest")
+    rounds, verified, accepted, *seconds = (sum(call["stats"][name] for call in calls) for name in names)
+    return {
+        "verify_length": verified / rounds if rounds else None,
+        "draft_acceptance_rate": accepted / verified if verified else None,
+        "mean_acceptance_length": 1 + accepted / rounds if rounds else None,
+        "undrafted_share": 1 - sum(call["drafted_rounds"] for call in calls) / rounds if rounds else None,
+        "outside_share": seconds[-1] / sum(seconds) if rounds else None,
+    }
+
+
+def scheduling_costs(
+    schedule: str, profile: Profile, rows: int, block_size: int, do_sample: bool
+) -> dict[str, str | int | float]:
+    """
+    Time a scheduler by itself, over rounds of survivals as a good drafter gives them (accepted with 0.8, AUC 0.8).
+
+    Args:
+        schedule (`str`): One of `HARDWARE_AWARE`.
+        profile ([`Profile`]): What it goes by.
+        rows (`int`): Rows of each round.
+        block_size (`int`): Slots of a block.
+        do_sample (`bool`): Whether tokens are drawn.
+
+    Returns:
+        `dict`: `schedule`, `rows`, and medians over the rounds that drafted: `seconds` a round, and `share`, what that
+        is of the draft and the verification it asked for, by the profile.
+    """
+    numbers, concentration = np.random.default_rng(0), concentration_of(0.8, 0.8)
+    scheduler = Scheduler(
+        schedule, block_size, costs=lambda count, context: profile.costs(count, context, block_size, do_sample)
+    )
+    names, context = list(range(rows)), profile.steps[0].context
+    seconds, shares = [], []
+    for _ in range(SCHEDULING_ROUNDS):
+        slots, deciding = _timed(scheduler.slots, names, context)
+        if not slots:
+            continue
+        confidences = numbers.beta(0.8 * concentration, 0.2 * concentration, (rows, slots))
+        outcomes = numbers.random((rows, slots)) < confidences
+        known, multiplying = _timed(lambda values: [survivals(row) for row in values], confidences.tolist())
+        choice, choosing = _timed(scheduler.choose, names, known)
+        accepted = np.minimum(outcomes.cumprod(axis=1).sum(axis=1), choice.lengths).tolist()
+        _, observing = _timed(scheduler.observe, names, known, choice.lengths, accepted)
+        seconds.append(deciding + multiplying + choosing + observing)
+        costs = scheduler.round_costs
+        shares.append(
+            seconds[-1] / (costs.draft_seconds[slots] + float(costs.verify_seconds[rows + sum(choice.lengths)]))
+        )
+    return {
+        "schedule": schedule,
+        "rows": rows,
+        "seconds": statistics.median(seconds),
+        "share": statistics.median(shares),
+    }
+
+
+def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    value = function(*arguments)
+    return value, time.perf_counter() - begin
+
+
+_SPEED_COLUMNS = (
+    ("tok/s", "tokens_per_second", ".1f"),
+    ("of\nplain", "ratio", ".2f"),
+    ("of con-\nstant", "constant_ratio", ".2f"),
+    ("decode\ntok/s", "decode_tokens_per_second", ".1f"),
+    ("of\nplain", "decode_ratio", ".2f"),
+    ("of con-\nstant", "constant_decode_ratio", ".2f"),
+)
+_ROUND_COLUMNS = (
+    ("verify_\nlength", "verify_length", ".2f"),
+    ("accep-\nted", "draft_acceptance_rate", ".2f"),
+    ("tokens\na round", "mean_acceptance_length", ".2f"),
+    ("no\ndraft", "undrafted_share", ".0%"),
+    ("out-\nside", "outside_share", ".1%"),
+)
+_TEXT_COLUMN = ("same\ntext", "same_text", ".0%")
+
+
+def print_tables(
+    summary: Sequence[dict[str, Any]],
+    scheduling: Sequence[dict[str, Any]],
+    console: Console,
+    compare_texts: bool,
+) -> None:
+    """
+    Tables within 80 columns, by batch size: speed, rounds, and what scheduling takes.
+
+    Args:
+        summary (`Sequence[dict]`): As [`summarise`] returns it.
+        scheduling (`Sequence[dict]`): Of [`scheduling_costs`]; may be empty.
+        console (`rich.console.Console`): Prints.
+        compare_texts (`bool`): Whether texts are expected to be those of plain `generate`.
+    """
+    console.print(_table("Speed (medians; ratios between neighbouring calls)", summary, _SPEED_COLUMNS))
+    with_rounds = [cell for cell in summary if cell["method"] != PLAIN]
+    columns = (*_ROUND_COLUMNS, _TEXT_COLUMN) if compare_texts else _ROUND_COLUMNS
+    console.print(_table("Rounds", with_rounds, columns))
+    if scheduling:
+        table = Table(title="Scheduling by itself", box=None, padding=(0, 1))
+        for column in ("schedule", "rows", "ms", "of a round"):
+            table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
+        for costs in scheduling:
+            share = format_number(costs["share"], ".2%")
+            table.add_row(costs["schedule"], str(costs["rows"]), format_number(1000 * costs["seconds"], ".2f"), share)
+        console.print(table)
+    behind = statistics.fmean(cell["past_end"] for cell in summary if cell["method"] == PLAIN)
+    console.print(f"{behind:.0%} of plain generate's tokens stand behind their row's own end.", highlight=False)
+
+
+def _table(title: str, cells: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    synthetic = any(cell["accept_prob"] is not None for cell in cells)
+    for column in ("batch", *(["accept_\nprob"] if synthetic else []), "method"):
+        table.add_column(column, no_wrap=True)
+    for column, _, _ in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for (batch_size, accept_prob), group in itertools.groupby(cells, lambda c: (c["batch_size"], c["accept_prob"])):
+        setting = [str(batch_size), *([f"{accept_prob:g}"] if synthetic else [])]
+        for cell in group:
+            name = cell["method"] if cell["threshold"] is None else f"{cell['method']} {cell['threshold']:g}"
+            table.add_row(*setting, name, *(format_number(cell[key], style) for _, key, style in columns))
+            setting = [""] * len(setting)
+        table.add_row()
+    return table
+
+
+def markdown_table(summary: Sequence[dict[str, Any]], caption: str) -> str:
+    """
+    One row a setting, one column a way of decoding.
+
+    Args:
+        summary (`Sequence[dict]`): As [`summarise`] returns it.
+        caption (`str`): What was measured, in one sentence.
+
+    Returns:
+        `str`: Markdown that ends with a newline.
+    """
+    schedules = list(dict.fromkeys(cell["method"] for cell in summary if cell["method"] != PLAIN))
+    synthetic = any(cell["accept_prob"] is not None for cell in summary)
+    header = ["batch", *(["accept_prob"] if synthetic else []), "plain tok/s", "decoding tok/s", *schedules]
+    settings: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for cell in summary:
+        settings.setdefault((cell["batch_size"], cell["accept_prob"]), {})[cell["method"]] = cell
+    lines = [header, ["---"] * len(header)]
+    for (batch_size, accept_prob), cells in settings.items():
+        plain = [f"{cells[PLAIN][key]:.1f}" for key in ("tokens_per_second", "decode_tokens_per_second")]
+        setting = [str(batch_size), *([f"{accept_prob:g}"] if synthetic else [])]
+        lines.append(setting + plain + [_markdown_cell(cells[schedule]) for schedule in schedules])
+    legend = (
+        "A cell: speed over plain `generate` of the whole call · of decoding alone · mean `verify_length` · "
+        "`draft_acceptance_rate`" + (" (threshold)." if "confidence" in schedules else ".")
+    )
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{caption}\n{legend}\n\n{rows}\n"
+
+
+def _markdown_cell(cell: dict[str, Any]) -> str:
+    styles = (("ratio", ".2f"), ("decode_ratio", ".2f"), ("verify_length", ".1f"), ("draft_acceptance_rate", ".0%"))
+    text = " · ".join(format_number(cell[key], style) for key, style in styles)
+    return text if cell["threshold"] is None else f"{text} ({cell['threshold']:g})"
+
+
+def run(
+    *,
+    batch_sizes: Sequence[int],
+    schedules: Sequence[str] = SCHEDULES,
+    target: str,
+    drafter: str | None,
+    prompts: str | None,
+    limit: int | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    threshold: float | None,
+    repetitions: int,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    seed: int,
+    synthetic: Sequence[float],
+    synthetic_auc: float | None = None,
+    output: str | None,
+    markdown: str | None = None,
+) -> int:
+    """`dspark bench --batch-sizes`: measure, print the tables, write the files. The command line's help says what is
+    what.
+
+    Returns:
+        `int`: the exit code, 0.
+
+    Raises:
+        `CommandError`: something given cannot be used.
+    """
+    batch_sizes, schedules = list(dict.fromkeys(batch_sizes)), list(dict.fromkeys(schedules))
+    _check_arguments(max_new_tokens, schedules, threshold, synthetic, synthetic_auc)
+    check_writable("--output", output)
+    check_writable("--markdown", markdown)
+    options = bench_options(max_new_tokens, temperature, top_p, top_k)
+    prompt_sets = read_prompts(prompts, limit)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    pair = load_pair(target, drafter, dtype, device)
+    profile = _profile_for(pair, schedules)
+    console = Console()
+    introduce(pair, console, bool(synthetic))
+    settings = [Setting(size, prob, synthetic_auc) for size in batch_sizes for prob in (synthetic or (None,))]
+    thresholds = THRESHOLDS if threshold is None else (threshold,)
+    bench = BatchBench(pair, prompt_sets, options, schedules, thresholds, seed)
+    for setting in settings:
+        bench.warm_up(setting)
+    tuning = bench.tune(settings, first=repetitions) if "confidence" in schedules else []
+    records = bench.measure(settings, [one["chosen"] for one in tuning] or [None] * len(settings), repetitions)
+    summary = summarise(records)
+    scheduling = [
+        scheduling_costs(schedule, profile, rows, pair.drafter.config.block_size, temperature > 0)
+        for schedule in schedules
+        if schedule in HARDWARE_AWARE
+        for rows in sorted({*batch_sizes, MANY_ROWS})
+    ]
+    print_tables(summary, scheduling, console, compare_texts=temperature == 0 and not synthetic)
+    if output is not None:
+        described = {
+            "target": target, "drafter": pair.names[1], "prompts": prompts or "school-maths (bundled)", "limit": limit,
+            "batch_sizes": batch_sizes, "schedules": schedules, "threshold": threshold, "repetitions": repetitions,
+            "dtype": str(pair.target.dtype).removeprefix("torch."), "device": str(pair.target.device), "seed": seed,
+            "synthetic": list(synthetic), "synthetic_auc": synthetic_auc,
+        } | options  # fmt: skip
+        results = {"settings": described, "profile": None if profile is None else profile.key, "summary": summary}
+        write_results(output, results | {"scheduling": scheduling, "thresholds": tuning, "calls": records})
+    if markdown is not None:
+        text = markdown_table(summary, _caption(pair, options, repetitions, synthetic_auc))
+        Path(markdown).expanduser().write_text(text, encoding="utf-8")
+    for path in filter(None, (output, markdown)):
+        console.print(f"Written: {path}", highlight=False)
+    return 0
+
+
+def _check_arguments(
+    max_new_tokens: int,
+    schedules: Sequence[str],
+    threshold: float | None,
+    synthetic: Sequence[float],
+    synthetic_auc: float | None,
+) -> None:
+    if max_new_tokens < 2:
+        raise CommandError(f"--max-new-tokens {max_new_tokens}: decoding begins with the second; give at least 2")
+    if threshold is not None and "confidence" not in schedules:
+        raise CommandError(f"--threshold {threshold:g}: only the schedule confidence has one; add it to --schedules")
+    if synthetic_auc is None:
+        return
+    if not synthetic:
+        raise CommandError(f"--synthetic-auc {synthetic_auc:g}: it needs --synthetic-acceptance; give that as well")
+    for probability in synthetic:
+        if not 0 < probability < 1:
+            raise CommandError(
+                f"--synthetic-acceptance {probability:g}: with --synthetic-auc it must lie between 0 and 1; what is "
+                "certain has no AUC"
+            )
+
+
+def _profile_for(pair: Pair, schedules: Sequence[str]) -> Profile | None:
+    """The profile that the hardware-aware schedules among these go by, if the pair can do all of them."""
+    confident = [schedule for schedule in schedules if schedule != "constant"]
+    if confident and not pair.drafter.config.enable_confidence_head:
+        raise CommandError(
+            f"--schedules {' '.join(schedules)}: the drafter {pair.names[1]!r} has no confidence head; give constant "
+            "alone"
+        )
+    aware = [schedule for schedule in schedules if schedule in HARDWARE_AWARE]
+    if not aware:
+        return None
+    profile = find_profile(pair.target, pair.drafter)
+    if profile is None or not profile.block_size:
+        raise CommandError(
+            f"--schedules {' '.join(aware)}: this machine has no profile of the pair with this dtype, these threads "
+            "and versions; run `dspark profile` first, with the same --target, --drafter, --dtype, --device and "
+            "--threads"
+        )
+    return profile
+
+
+def _caption(pair: Pair, options: dict[str, Any], repetitions: int, synthetic_auc: float | None) -> str:
+    """What was measured, in one sentence."""
+    sampling = "greedy"
+    if options["do_sample"]:
+        sampling = ", ".join(f"{name} {options[name]:g}" for name in ("temperature", "top_p", "top_k"))
+    synthetic = "" if synthetic_auc is None else f", synthetic acceptance with confidences of AUC {synthetic_auc:g}"
+    return (
+        f"{pair.description}, {torch.get_num_threads()} threads; {sampling}{synthetic}; "
+        f"{options['max_new_tokens']} new tokens a row; medians of {repetitions} paired calls."
+    )

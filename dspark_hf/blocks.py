@@ -1,0 +1,255 @@
+"""Whole blocks as a pair drafted and judged them: what calibration and simulation start from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from .bench import check_lengths
+from .loading import Pair, generation_options
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from .modeling import DSparkConfig
+    from .statistics import SpeculativeStats
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """
+    Blocks that were verified whole, prompt after prompt.
+
+    Attributes:
+        confidence_logits (`np.ndarray` of shape `(blocks, block_size)`, float64): The confidence head's output.
+        accepted (`np.ndarray` of shape `(blocks,)`, int): Length of each block's accepted prefix, 0 to `block_size`.
+        sets (`list[str]`): The prompt set that each block comes from.
+        sampling_temperature (`float`): 0 is greedy decoding.
+    """
+
+    confidence_logits: np.ndarray
+    accepted: np.ndarray
+    sets: list[str]
+    sampling_temperature: float
+
+    def __len__(self) -> int:
+        return len(self.accepted)
+
+    def __add__(self, other: Blocks) -> Blocks:
+        """These and then others of the same pair and sampling temperature."""
+        return Blocks(
+            np.concatenate([self.confidence_logits, other.confidence_logits]),
+            np.concatenate([self.accepted, other.accepted]),
+            self.sets + other.sets,
+            self.sampling_temperature,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write to a JSON file; an old one stays until the new one is complete."""
+        write_json(
+            path,
+            {
+                "sampling_temperature": self.sampling_temperature,
+                "sets": self.sets,
+                "accepted": self.accepted.tolist(),
+                "confidence_logits": self.confidence_logits.tolist(),
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Blocks:
+        """
+        Read a JSON file.
+
+        Raises:
+            `ValueError`: if it holds no blocks.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            logits, accepted = np.array(raw["confidence_logits"], dtype=float), np.array(raw["accepted"], dtype=int)
+            blocks = cls(logits, accepted, list(raw["sets"]), float(raw["sampling_temperature"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no blocks ({error}); record some with `dspark calibrate`.") from error
+        sound = logits.ndim == 2 and len(logits) > 0 and np.isfinite(logits).all()
+        sound = sound and accepted.shape == logits.shape[:1] and len(blocks.sets) == len(accepted)
+        if not sound or not ((accepted >= 0) & (accepted <= logits.shape[1])).all():
+            raise ValueError(
+                f"{path} holds no blocks: each needs a set, finite logits and an accepted length of 0 to the block "
+                "size; record some with `dspark calibrate`."
+            )
+        return blocks
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """
+    Write a JSON file in one step: an old one keeps its permissions, and stays as it is if anything fails.
+
+    Args:
+        path (`str` or `Path`): The file; its folder must exist.
+        value (`Any`): What `json` can write.
+    """
+    path = Path(path)
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8")
+    try:
+        with file:
+            file.write(json.dumps(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # before the name changes hands, or a crash could leave an empty file
+        if path.exists():
+            shutil.copymode(path, file.name)
+        else:
+            os.chmod(file.name, 0o644)  # a temporary file is for its owner's eyes
+        os.replace(file.name, path)
+    except BaseException:
+        Path(file.name).unlink(missing_ok=True)
+        raise
+
+
+def record_blocks(
+    pair: Pair,
+    prompt_sets: dict[str, list[str]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Blocks:
+    """
+    Decode prompts with whole blocks and keep what the confidence head said and what the target accepted.
+
+    Blocks at the end of a text, which have no room to be verified whole, are left out: a draft that was not sent says
+    nothing about acceptance.
+
+    Args:
+        pair ([`Pair`]): Target and drafter; the drafter needs a confidence head.
+        prompt_sets (`dict[str, list[str]]`): Prompts by set, encoded as [`Pair.encode`] does.
+        max_new_tokens (`int`): Of each text, at least `block_size + 2`.
+        temperature (`float`): 0 decodes greedily.
+        top_p (`float`, *optional*): With a temperature; by default the target's own.
+        top_k (`int`, *optional*): With a temperature, 0 for all; by default the target's own.
+        batch_size (`int`): Prompts decoded at a time, left-padded.
+        seed (`int`): Seeds torch once, before the first prompt.
+
+    Returns:
+        [`Blocks`], at least one.
+
+    Raises:
+        `ValueError`: the drafter has no confidence head, or the texts have no room for a whole block.
+        `CommandError`: a sampling option was given for greedy decoding, or a prompt is too long or empty.
+    """
+    block_size = pair.drafter.config.block_size
+    _check(pair.drafter.config, max_new_tokens)
+    import torch
+
+    options = generation_options(max_new_tokens, temperature, top_p, top_k, threshold=0.0)
+    encoded = {name: [pair.encode(prompt) for prompt in prompts] for name, prompts in prompt_sets.items()}
+    check_lengths(pair, encoded, max_new_tokens)
+    waiting = [(name, inputs) for name, prompts in encoded.items() for inputs in prompts]
+    torch.manual_seed(seed)
+    records: list[tuple[str, list[float], int]] = []
+    rounds = accepted = tokens = 0
+    start = time.perf_counter()
+    kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    with whole_blocks(pair.drafter), tqdm(total=len(waiting), desc=f"Blocks, {kind}", unit="prompt") as progress:
+        for first in range(0, len(waiting), batch_size):
+            batch = waiting[first : first + batch_size]
+            stats = _decode(pair, [inputs for _, inputs in batch], options)
+            for (name, _), row in zip(batch, _whole_blocks_by_row(stats, block_size), strict=True):
+                records += [(name, logits, length) for logits, length in row]
+            rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
+            tokens += len(batch) + stats.rounds + stats.accepted  # the first, and each round's
+            progress.update(len(batch))
+            progress.set_postfix_str(
+                f"{tokens / (time.perf_counter() - start):.1f} tok/s, "
+                f"mean_acceptance_length {1 + accepted / max(rounds, 1):.2f}"
+            )
+    if not records:
+        raise ValueError(
+            f"All {len(waiting)} texts ended before a block of {block_size} could be verified whole; give "
+            "prompts with longer answers."
+        )
+    return Blocks(
+        np.array([logits for _, logits, _ in records], dtype=float),
+        np.array([length for _, _, length in records], dtype=int),
+        [name for name, _, _ in records],
+        float(temperature),
+    )
+
+
+def _check(config: DSparkConfig, max_new_tokens: int) -> None:
+    if not config.enable_confidence_head:
+        raise ValueError("The drafter has no confidence head, so there is nothing to calibrate; use another drafter.")
+    if max_new_tokens < config.block_size + 2:
+        raise ValueError(
+            f"`max_new_tokens` is {max_new_tokens}; blocks of {config.block_size} are verified whole from "
+            f"{config.block_size + 2} on. Give several times that."
+        )
+
+
+@contextmanager
+def whole_blocks(drafter: Any) -> Iterator[None]:
+    """Let a drafter send whole blocks meanwhile, whatever its `generation_config` says of schedule and threshold."""
+    from transformers import GenerationConfig
+
+    own = drafter.generation_config
+    drafter.generation_config = GenerationConfig(
+        num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    try:
+        yield
+    finally:
+        drafter.generation_config = own
+
+
+def _decode(pair: Pair, prompts: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> SpeculativeStats:
+    import torch
+
+    longest = max(inputs["input_ids"].shape[1] for inputs in prompts)
+    # Masked, so any token will do where the tokenizer has none to pad with.
+    fill = {"input_ids": pair.tokenizer.pad_token_id or 0, "attention_mask": 0}
+    batch = {
+        name: torch.cat(
+            [
+                torch.nn.functional.pad(inputs[name], (longest - inputs[name].shape[1], 0), value=value)
+                for inputs in prompts
+            ]
+        )
+        for name, value in fill.items()
+    }
+    # A schedule in the target's own generation config would count as the call's.
+    output = pair.target.generate(
+        **batch,
+        **options,
+        assistant_model=pair.drafter,
+        num_assistant_tokens_schedule="constant",
+        return_dict_in_generate=True,
+    )
+    return output.speculative_stats
+
+
+def _whole_blocks_by_row(stats: SpeculativeStats, block_size: int) -> list[list[tuple[list[float], int]]]:
+    """For each row of a call, confidence logits and accepted length of the blocks that were verified whole."""
+    rows: list[list[tuple[list[float], int]]] = [[] for _ in stats.rows]
+    for decision in stats.decisions:
+        if decision.confidence_logits is None:
+            continue
+        blocks = zip(
+            decision.rows, decision.confidence_logits, decision.verify_lengths, decision.accepted, strict=True
+        )
+        for row, logits, sent, accepted in blocks:
+            if sent == block_size:
+                rows[row].append((logits, accepted))
+    return rows
