@@ -518,9 +518,9 @@ def _scheduler(target: PreTrainedModel, drafter: Any, generation_config: Generat
         if profile is None:
             schedule = "confidence"
             _warn_once(
-                "`num_assistant_tokens_schedule` is %r but %s, so drafts are cut at a survival of %g. Measure one with "
-                "`dspark profile` or `dspark_hf.measure_profile(target, drafter)`; it holds for these versions, dtype, "
-                "attention and number of threads.",
+                "`num_assistant_tokens_schedule` is %r but %s, so drafts are cut at a survival of %g. Measure one "
+                "with `dspark profile` or `dspark_hf.measure_profile(target, drafter)`; it holds for one dtype, "
+                "attention and number of threads, and for these versions.",
                 options.schedule,
                 explain_missing(target, drafter),
                 options.threshold,

@@ -74,8 +74,9 @@ def measure_profile(
     nothing else running.
 
     All points are measured in turn, several times over, so that a slow minute falls on all of them; each gets its
-    fastest time, since whatever else a machine does only ever adds to it. The first two sweeps, over a thin grid, warm up and tell how dense a grid the budget allows: every B up to
-    16, every 2nd to 32, every 4th to 64 and so on at best, powers of 2 at least.
+    fastest time, since whatever else a machine does only ever adds to it. The first two sweeps, over a thin grid, warm
+    up and tell how dense a grid the budget allows: every B up to 16, every 2nd to 32, every 4th to 64 and so on at
+    best, powers of 2 at least.
 
     Args:
         target (`PreTrainedModel`): The verifying model.
@@ -373,7 +374,7 @@ def token_grid(most_tokens: int, density: int) -> list[int]:
 
 
 def _run_sweeps(bench: _Bench, budget: float) -> tuple[dict[_Point, float], int]:
-    """Median seconds of each point, and the number of sweeps they are of."""
+    """The least seconds of each point, and the number of sweeps they are of."""
     thin, order = bench.points(_DENSITIES[-1]), random.Random(0)
     with tqdm(total=2 * len(thin), desc="Profiling", unit="point") as progress:
 

