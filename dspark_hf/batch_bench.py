@@ -51,8 +51,8 @@ from .synthetic import concentration_of, synthetic_acceptance
 
 
 # Candidates for the schedule "confidence", and batches that the choice between them rests on.
-THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
-TUNING_TURNS = 2
+THRESHOLDS = (0.2, 0.4, 0.7)
+TUNING_TURNS = 1
 # Scheduling is timed by itself, for so many rows besides those of the batches, over so many rounds.
 MANY_ROWS = 64
 SCHEDULING_ROUNDS = 64

@@ -7,6 +7,7 @@ confidences up to k, which are known before token k is drawn, and from rounds th
 Non-Anticipating Property").
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,8 @@ class Choice:
 _ENOUGH, _WINDOW = 4, 16
 # Rounds without drafts after the first judgement against them, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
+# The most that the draft of the probe after a pause may take of the steps in the pause.
+_PROBE_SHARE = 0.01
 # One block in so many is drawn whole, to see what the slots that are left out would bring.
 _WHOLE_BLOCK_EVERY = 16
 # Tokens of good faith when what was accepted is set against what was promised.
@@ -216,10 +219,10 @@ class Scheduler:
     The schedule of one `generate` call: how many slots to draft, how many drafts to send, round by round.
 
     The hardware-aware schedules stop drafting when a step without drafts yields more tokens a second, and probe again
-    after 16 rounds, then 32, and so on up to 256. What they know of the drafter is its survivals in rounds that are
-    over, scaled by how far its promises were kept. `"hardware_aware_lagged"` takes its capacity from the survivals of
-    the last round but one that drafted; a row that was not there counts as the mean of those that were, and before
-    there are two such rounds Algorithm 1 decides.
+    after 16 rounds, or as many as keep the draft of a probe under 1 % of them, then after twice as many, and so on up
+    to 256. What they know of the drafter is its survivals in rounds that are over, scaled by how far its promises were
+    kept. `"hardware_aware_lagged"` takes its capacity from the survivals of the last round but one that drafted; a row
+    that was not there counts as the mean of those that were, and before there are two such rounds Algorithm 1 decides.
 
     Args:
         schedule (`str`): One of `SCHEDULES`.
@@ -275,7 +278,9 @@ class Scheduler:
             return best_slots(self._history(self.drafted, rows), self.round_costs)[0]
         slots, gain = best_slots(self._history(self.judged, rows), self.round_costs)
         if gain <= 1.0:
-            self.pause = min(max(2 * self.pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+            probe = self.round_costs.draft_seconds[slots] / float(self.round_costs.verify_seconds[len(rows)])
+            longer = max(2 * self.pause, _FIRST_PAUSE, math.ceil(probe / _PROBE_SHARE))
+            self.pause = min(longer, _LONGEST_PAUSE)
             self.waiting = self.pause - 1
             self.judged.clear()
             return 0

@@ -122,7 +122,7 @@ def test_greedy_batches_through_the_command_line(target_folder, profiled, prompt
     assert [(one["schedule"], one["rows"]) for one in results["scheduling"]] == [
         (schedule, rows) for schedule in SCHEDULES[2:] for rows in (1, 3, 64)
     ]
-    assert [set(one["seconds"]) for one in results["thresholds"]] == [{"0.2", "0.4", "0.6", "0.8"}] * 2
+    assert [set(one["seconds"]) for one in results["thresholds"]] == [{"0.2", "0.4", "0.7"}] * 2
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[-4:]] == ["| batch", "| ---", "| 1", "| 3"]
     output = capsys.readouterr().out
@@ -273,6 +273,7 @@ def test_the_threshold_is_chosen_on_batches_of_its_own(pair, monkeypatch):
         return BatchCall([[1, 2]], 9.0, seconds[threshold][number - 7], round_stats((7, 1)), 1)
 
     monkeypatch.setattr(BatchBench, "call", call)
+    monkeypatch.setattr(batch_bench, "TUNING_TURNS", 2)
     tuned = bench_of(pair).tune([Setting(1), Setting(4)], first=7)
     assert [one["chosen"] for one in tuned] == [0.75, 0.75]
     assert tuned[1]["batch_size"] == 4 and tuned[1]["seconds"] == seconds
