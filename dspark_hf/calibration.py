@@ -12,6 +12,8 @@ import numpy as np
 BINS = 15
 # Temperatures tried at each position: evenly spaced on a log scale from 0.1 to 10, 1 among them.
 GRID = np.round(10.0 ** np.linspace(-1.0, 1.0, 181), 4)
+# Blocks that must have reached a position for it to be fitted.
+_FEWEST_REACHED = 100
 
 
 def scaled_survivals(confidence_logits: np.ndarray, temperatures: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -103,7 +105,8 @@ def reliability_points(
 def fit_temperatures(confidence_logits: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """
     Fit position by position, left to right: each gets the temperature of `GRID` with the least calibration error of
-    the cumulative product, those before it held fixed. Among equals the one nearest to 1 is taken.
+    the cumulative product, those before it held fixed. Among equals the one nearest to 1 is taken; a position that
+    fewer than 100 blocks reached, everything before it accepted, keeps 1: so few outcomes fit any temperature.
 
     Args:
         confidence_logits (`np.ndarray` of shape `(blocks, block_size)`): Raw logits of blocks that were verified
@@ -121,7 +124,11 @@ def fit_temperatures(confidence_logits: np.ndarray, accepted: np.ndarray) -> np.
     happened = _outcomes(confidence_logits, accepted)
     nearest_to_one_first = GRID[np.argsort(np.abs(np.log(GRID)), kind="stable")]
     temperatures, until = [], np.ones(len(happened))
-    for logits, outcome in zip(confidence_logits.T, happened.T, strict=True):
+    for position, (logits, outcome) in enumerate(zip(confidence_logits.T, happened.T, strict=True)):
+        if (accepted >= position).sum() < _FEWEST_REACHED:
+            temperatures.append(1.0)
+            until = until * _sigmoid(logits)
+            continue
         errors = [
             expected_calibration_error(until * _sigmoid(logits / temperature), outcome)
             for temperature in nearest_to_one_first

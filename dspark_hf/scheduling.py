@@ -155,6 +155,27 @@ class Costs:
         seconds, drafting = self.verify_seconds.tolist(), self.draft_seconds[slots]
         return lambda tokens: 1.0 / (drafting + seconds[tokens])
 
+    def smooth(self, rows: int) -> "Costs":
+        """
+        The same with the greatest convex curve that nowhere exceeds the measured step times, from one token a row on.
+
+        Algorithm 1 stops at the first draft that does not raise the expected tokens a second, which is only right
+        where nothing further on raises them again. Expected tokens are concave in the number of drafts, best first;
+        over times that are convex their ratio has one peak. A measured curve is neither: noise and tiles of the
+        hardware would stop the search at the first bump.
+        """
+        seconds = self.verify_seconds.tolist()
+        hull: list[int] = []  # corners of the lower convex hull
+        for tokens in range(rows, len(seconds)):
+            while len(hull) > 1 and (seconds[hull[-1]] - seconds[hull[-2]]) * (tokens - hull[-1]) >= (
+                seconds[tokens] - seconds[hull[-1]]
+            ) * (hull[-1] - hull[-2]):
+                hull.pop()
+            hull.append(tokens)
+        smooth = self.verify_seconds.astype(float)
+        smooth[rows:] = np.interp(np.arange(rows, len(seconds)), hull, smooth[hull])
+        return Costs(smooth, self.draft_seconds)
+
 
 def best_slots(history: Sequence[Sequence[Sequence[float]]], costs: Costs) -> tuple[int, float]:
     """
@@ -221,8 +242,9 @@ class Scheduler:
     The hardware-aware schedules stop drafting when a step without drafts yields more tokens a second, and probe again
     after 16 rounds, or as many as keep the draft of a probe under 1 % of them, then after twice as many, and so on up
     to 256. What they know of the drafter is its survivals in rounds that are over, scaled by how far its promises were
-    kept. `"hardware_aware_lagged"` takes its capacity from the survivals of the last round but one that drafted; a row
-    that was not there counts as the mean of those that were, and before there are two such rounds Algorithm 1 decides.
+    kept. `"hardware_aware"` is Algorithm 1 over [`Costs.smooth`]. `"hardware_aware_lagged"` takes its capacity from
+    the survivals of the last round but one that drafted; a row that was not there counts as the mean of those that
+    were, and before there are two such rounds Algorithm 1 decides.
 
     Args:
         schedule (`str`): One of `SCHEDULES`.
@@ -265,7 +287,8 @@ class Scheduler:
             context (`float`): Mean number of tokens the rows hold.
         """
         if self.costs is not None:
-            self.round_costs = self.costs(len(rows), context)
+            measured = self.costs(len(rows), context)
+            self.round_costs = measured.smooth(len(rows)) if self.schedule == "hardware_aware" else measured
         return self._slots(rows)
 
     def _slots(self, rows: Sequence[int]) -> int:

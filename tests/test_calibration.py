@@ -164,7 +164,9 @@ def test_ties_go_to_the_temperature_nearest_to_one():
 def test_a_fit_takes_the_best_of_the_grid_left_to_right(seed, blocks):
     generator = np.random.default_rng(seed)
     logits, accepted = generator.normal(0, 2, (blocks, 3)), generator.integers(0, 4, blocks)
-    fitted = calibration.fit_temperatures(logits, accepted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_FEWEST_REACHED", 0)
+        fitted = calibration.fit_temperatures(logits, accepted)
     for position in range(3):
         happened = (accepted > position).astype(float)
 
@@ -210,3 +212,10 @@ def test_chance_is_what_calibrated_blocks_show():
     assert 0.01 < np.mean(np.array(errors) > limit) < 0.12
     assert calibration.calibration_error_by_chance(survivals[:30]) > 2 * limit
     assert calibration.calibration_error_by_chance(survivals, quantile=0.5) < limit
+
+
+def test_a_position_that_few_blocks_reached_keeps_its_confidence():
+    rng = np.random.default_rng(0)
+    logits, accepted = rng.normal(3.0, 1.0, (400, 3)), np.array([0] * 250 + [1] * 100 + [2] * 50)
+    fitted = calibration.fit_temperatures(logits, accepted)
+    assert fitted[0] != 1.0 and fitted[1] != 1.0 and fitted[2] == 1.0  # reached by 400, 150 and 50 blocks

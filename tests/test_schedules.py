@@ -372,7 +372,8 @@ def test_two_rows_whose_capacity_looks_ahead_are_found_out(monkeypatch):
 )
 def test_every_outcome_with_pauses_and_probes(starts, schedule, floors, new, monkeypatch):
     """When drafting stops, and when it is tried again, follows from what was drawn: the text does not show it."""
-    for name, value in (("_ENOUGH", 1), ("_FIRST_PAUSE", 1), ("_LONGEST_PAUSE", 2), ("_WHOLE_BLOCK_EVERY", 3)):
+    quick = {"_ENOUGH": 1, "_FIRST_PAUSE": 1, "_LONGEST_PAUSE": 2, "_PROBE_SHARE": 1.0, "_WHOLE_BLOCK_EVERY": 3}
+    for name, value in quick.items():
         monkeypatch.setattr(scheduling, name, value)
     target, drafter = cycling_pair(**FLOORS[floors])
     walk, drawn = Walk(monkeypatch, width=len(starts)), set()
@@ -454,9 +455,15 @@ def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_targ
             theta = expected / seconds_of_a_round(rows, sum(lengths), context, slots)
             assert decision.throughput == (pytest.approx(theta) if schedule in HARDWARE_AWARE else None)
             assert (decision.capacity is not None) == (schedule == LAGGED and decision.round > 2)
-            assert decision.capacity is None or sum(lengths) <= decision.capacity
+            if decision.capacity is not None:
+                before = stats.decisions[decision.round - 3]
+                known = dict(zip(before.rows, before.survivals, strict=True))
+                past = [value for row in decision.rows for value in known[row][:slots]]
+                assert decision.capacity == capacity_of(past, rows, context, slots) and len(past) == rows * slots
+                assert sum(lengths) <= decision.capacity
         for row, length, accepted in zip(decision.rows, lengths, decision.accepted, strict=True):
             assert 0 <= accepted <= length <= slots
+            assert held[row] - len(TEXTS[row]) + length < 40  # and there is room for the target's own
             held[row] += accepted + 1
             total.update({(row, "rounds"): 1, (row, "drafted"): slots})
             total.update({(row, "verified"): length, (row, "accepted"): accepted})
@@ -467,6 +474,15 @@ def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_targ
     assert stats.accepted > 0
 
 
+def capacity_of(survivals: list[float], rows: int, context: float, slots: int) -> int:
+    """The number of drafts, the likeliest first, that promises the most tokens a second."""
+    best = sorted(survivals, reverse=True)
+    rates = [
+        (rows + sum(best[:sent])) / seconds_of_a_round(rows, sent, context, slots) for sent in range(len(best) + 1)
+    ]
+    return rates.index(max(rates))
+
+
 def check_survivals(decision: Decision, temperatures: list[float]) -> None:
     """Of each row as many as were drawn, and what the confidence logits and temperatures make them."""
     for survivals, logits in zip(decision.survivals, decision.confidence_logits, strict=True):
@@ -474,7 +490,8 @@ def check_survivals(decision: Decision, temperatures: list[float]) -> None:
         assert survivals == pytest.approx(calibrated.sigmoid().cumprod(dim=0).tolist())
 
 
-def test_rounds_without_drafts_are_logged_and_counted(tiny_target):
+def test_rounds_without_drafts_are_logged_and_counted(tiny_target, monkeypatch):
+    monkeypatch.setattr(scheduling, "_PROBE_SHARE", 100.0)  # dear as it is, the drafter is tried again in this text
     drafter = load_drafter("deepspec-vanilla")
     out = decode(tiny_target, drafter, linear_profile(draft=100.0), num_assistant_tokens_schedule="hardware_aware")
     stats = out.speculative_stats

@@ -763,3 +763,24 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.lists(st.floats(0.1, 2.0), min_size=21, max_size=21), st.data())
+def test_over_smooth_costs_algorithm_1_stops_at_the_best_number_of_drafts(batch, seconds, data):
+    """The hull is convex and nowhere above what was measured, and the early stop then loses nothing."""
+    verify = np.array(seconds[: batch * 5 + 1])
+    smooth = Costs(verify, [0.0, 0.1, 0.1, 0.1, 0.1]).smooth(batch)
+    assert (smooth.verify_seconds <= verify + 1e-12).all() and smooth.verify_seconds[batch] == verify[batch]
+    assert smooth.verify_seconds[-1] == verify[-1]
+    assert (np.diff(smooth.verify_seconds[batch:], 2) > -1e-9).all()
+    blocks = [survivals(data.draw(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4))) for _ in range(batch)]
+    rate = smooth.steps_per_second(4)
+    assert math.isclose(lengths_by_throughput(blocks, rate)[1], best_capacity(blocks, rate)[1], rel_tol=1e-9)
+
+
+def test_a_bump_in_the_measured_curve_does_not_stop_algorithm_1():
+    bumpy = Costs(np.array([1.0, 1.0, 3.0, 1.05, 1.1, 1.15]), [0.0, 0.0, 0.0, 0.0, 0.0])
+    sure = [[0.9, 0.8, 0.7, 0.6]]
+    assert lengths_by_throughput(sure, bumpy.steps_per_second(4))[0] == [0]
+    assert lengths_by_throughput(sure, bumpy.smooth(1).steps_per_second(4))[0] == [4]
