@@ -90,6 +90,7 @@ class Profile:
         steps (`list[StepCurve]`): Of one row, by context, increasing.
         draft_greedy, draft_sampled ([`DraftCurve`], *optional*): With argmaxes, and with tokens drawn.
         judge_greedy, judge_sampled (`float`): Seconds that choosing takes for each token of a step, beside the step.
+        measured (`bool`): Whether the seconds are a machine's, with its noise, and not given.
         made (`dict`): Date, command and machine.
         row_steps (`list[StepCurve]`): Of several rows, by context and rows, increasing; each context is one of
             `steps`. Without any, the time depends on the tokens alone.
@@ -102,6 +103,7 @@ class Profile:
     draft_sampled: DraftCurve | None = None
     judge_greedy: float = 0.0
     judge_sampled: float = 0.0
+    measured: bool = False
     made: dict[str, Any] = field(default_factory=dict)
     row_steps: list[StepCurve] = field(default_factory=list)
 
@@ -170,7 +172,7 @@ class Profile:
             one = _along(np.array([rows]), curve.rows, curve.one_slot)[0]
             whole = _along(np.array([rows]), curve.rows, curve.whole_block)[0]
             draft[1:] = np.linspace(one, whole, block_size) if block_size > 1 else whole
-        return Costs(verify, draft.tolist())
+        return Costs(verify, draft.tolist(), noisy=self.measured)
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file; an old one stays until the new one is complete."""

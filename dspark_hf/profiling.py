@@ -431,6 +431,7 @@ def _profile(key: dict[str, str | int], block_size: int, seconds: dict[_Point, f
         draft_sampled=_draft_curve(block_size, seconds, do_sample=True),
         judge_greedy=judge[False],
         judge_sampled=judge[True],
+        measured=True,
         made={
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "sweeps": sweeps,

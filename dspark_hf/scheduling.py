@@ -145,10 +145,12 @@ class Costs:
     Attributes:
         verify_seconds (`np.ndarray`): Entry B is the time of a target step with B tokens, up to all whole blocks.
         draft_seconds (`Sequence[float]`): Entry d is the time to draft d slots for all rows; entry 0 is 0.
+        noisy (`bool`): Whether they were measured, so that a bump may be noise.
     """
 
     verify_seconds: np.ndarray
     draft_seconds: Sequence[float]
+    noisy: bool = False
 
     def steps_per_second(self, slots: int) -> Callable[[int], float]:
         """SPS(B) of rounds that draft so many slots: the draft is a part of the round whose rate counts (Eq. 1)."""
@@ -165,8 +167,10 @@ class Costs:
         hardware would stop the search at the first bump.
         """
         seconds = self.verify_seconds.tolist()
+        # The hull has corners only where the curve bends upwards; straight lines bend by no more than rounding does.
+        bends = np.flatnonzero(np.diff(self.verify_seconds[rows:], 2) > 1e-12 * seconds[-1]) + rows + 1
         hull: list[int] = []  # corners of the lower convex hull
-        for tokens in range(rows, len(seconds)):
+        for tokens in (rows, *bends.tolist(), len(seconds) - 1):
             while len(hull) > 1 and (seconds[hull[-1]] - seconds[hull[-2]]) * (tokens - hull[-1]) >= (
                 seconds[tokens] - seconds[hull[-1]]
             ) * (hull[-1] - hull[-2]):
@@ -242,9 +246,9 @@ class Scheduler:
     The hardware-aware schedules stop drafting when a step without drafts yields more tokens a second, and probe again
     after 16 rounds, or as many as keep the draft of a probe under 1 % of them, then after twice as many, and so on up
     to 256. What they know of the drafter is its survivals in rounds that are over, scaled by how far its promises were
-    kept. `"hardware_aware"` is Algorithm 1 over [`Costs.smooth`]. `"hardware_aware_lagged"` takes its capacity from
-    the survivals of the last round but one that drafted; a row that was not there counts as the mean of those that
-    were, and before there are two such rounds Algorithm 1 decides.
+    kept. `"hardware_aware"` is Algorithm 1, over [`Costs.smooth`] where costs were measured.
+    `"hardware_aware_lagged"` takes its capacity from the survivals of the last round but one that drafted; a row that
+    was not there counts as the mean of those that were, and before there are two such rounds Algorithm 1 decides.
 
     Args:
         schedule (`str`): One of `SCHEDULES`.
@@ -288,7 +292,8 @@ class Scheduler:
         """
         if self.costs is not None:
             measured = self.costs(len(rows), context)
-            self.round_costs = measured.smooth(len(rows)) if self.schedule == "hardware_aware" else measured
+            smooth = measured.noisy and self.schedule == "hardware_aware"
+            self.round_costs = measured.smooth(len(rows)) if smooth else measured
         return self._slots(rows)
 
     def _slots(self, rows: Sequence[int]) -> int:

@@ -263,13 +263,15 @@ def simulate_rows(outcomes: Outcomes, costs: Costs, walk: np.ndarray) -> list[Lo
 def _scheduled_lengths(outcomes: Outcomes, costs: Costs, walk: np.ndarray) -> dict[str, np.ndarray]:
     """The lengths, of shape `(rounds, rows)`, of the plans that go by expected throughput."""
     rate = costs.steps_per_second(outcomes.block_size)
+    # As in [`Scheduler`]: Algorithm 1 goes by a curve without a machine's noise.
+    smooth_rate = (costs.smooth(walk.shape[1]) if costs.noisy else costs).steps_per_second(outcomes.block_size)
     capacities: list[int] = []
     lengths: dict[str, list[list[int]]] = {"hardware_aware": [], "hardware_aware_lagged": [], "oracle": []}
     for blocks in walk:
         survivals = outcomes.survivals[blocks].tolist()
         capacities.append(best_capacity(survivals, rate)[0])
         if len(capacities) > LAG:
-            lengths["hardware_aware"].append(lengths_by_throughput(survivals, rate)[0])
+            lengths["hardware_aware"].append(lengths_by_throughput(survivals, smooth_rate)[0])
             lengths["hardware_aware_lagged"].append(lengths_by_capacity(survivals, capacities[-1 - LAG]))
             lengths["oracle"].append(lengths_by_capacity(survivals, capacities[-1]))
     return {plan: np.array(chosen) for plan, chosen in lengths.items()}

@@ -32,7 +32,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from dspark_hf import DSparkDraftModel, decoding, scheduling
 from dspark_hf.profiles import DraftCurve, Profile, StepCurve, use_profile
-from dspark_hf.scheduling import HARDWARE_AWARE, SCHEDULES, Choice, Scheduler, best_capacity, lengths_by_capacity
+from dspark_hf.scheduling import (
+    HARDWARE_AWARE,
+    SCHEDULES,
+    Choice,
+    Costs,
+    Scheduler,
+    best_capacity,
+    lengths_by_capacity,
+)
 from dspark_hf.statistics import Decision
 
 
@@ -162,6 +170,12 @@ def scheduled_walkers(monkeypatch: pytest.MonkeyPatch, width: int) -> list[Choic
     return choices
 
 
+@pytest.fixture
+def as_measured(monkeypatch):
+    """Algorithm 1 goes by the curve that a test gives, bumps and all."""
+    monkeypatch.setattr(Costs, "smooth", lambda costs, rows: costs)
+
+
 # The counterexample: a search that sees the second confidence knows the first token
 
 EVEN = [[0.7, 0.3, 0.0]] * 4
@@ -174,7 +188,7 @@ def counterexample() -> tuple[PreTrainedModel, DSparkDraftModel, Profile]:
     return bigram_target(EVEN), drafter, flat_profile([1 / speed for speed in SPEED])
 
 
-def test_the_counterexample_is_the_papers():
+def test_the_counterexample_is_the_papers(as_measured):
     target, drafter, profile = counterexample()
     inputs = torch.tensor([PROMPT])
     probs = target(inputs).logits.softmax(dim=-1)[0, -1].tolist()
@@ -208,16 +222,25 @@ def of_rows(*rows: dict[tuple[int, ...], float]) -> dict[tuple[tuple[int, ...], 
     return found
 
 
+def counterexample_texts(schedule: str, walk: Walk) -> dict[tuple[tuple[int, ...], ...], float]:
+    target, drafter, profile = counterexample()
+    with use_profile(profile):
+        options = after(2, num_assistant_tokens_schedule=schedule)
+        return speculative_distribution(target, drafter, walk, options, walkers=1)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_counterexample_through_the_loop(schedule, monkeypatch):
-    target, drafter, profile = counterexample()
-    walk = Walk(monkeypatch, width=1)
-    with use_profile(profile):
-        found = speculative_distribution(
-            target, drafter, walk, after(2, num_assistant_tokens_schedule=schedule), walkers=1
-        )
+    found = counterexample_texts(schedule, Walk(monkeypatch, width=1))
     assert second_token(found) == pytest.approx(0.70, abs=TOLERANCE)
     assert largest_difference(found, of_rows(bigram_texts(EVEN, A, 2))) < TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_counterexample_through_the_loop_on_its_own_curve(schedule, as_measured, monkeypatch):
+    walk = Walk(monkeypatch, width=1)
+    found = counterexample_texts(schedule, walk)
+    assert second_token(found) == pytest.approx(0.70, abs=TOLERANCE)
     # A survival of 0.8 is sent by the threshold of 0.4, and 0.72 with it.
     assert set(walk.verify_lengths) == {"constant": {2}, "confidence": {1, 2}}.get(schedule, {0})
 
@@ -228,14 +251,9 @@ def unconstrained(rows: Sequence[Sequence[float]], speed: Any, least: Any = None
     return lengths_by_capacity(rows, capacity), throughput
 
 
-def test_a_retrospective_search_is_seen_to_give_085(monkeypatch):
-    target, drafter, profile = counterexample()
-    walk = Walk(monkeypatch, width=1)
+def test_a_retrospective_search_is_seen_to_give_085(as_measured, monkeypatch):
     monkeypatch.setattr(scheduling, "lengths_by_throughput", unconstrained)
-    with use_profile(profile):
-        found = speculative_distribution(
-            target, drafter, walk, after(2, num_assistant_tokens_schedule="hardware_aware"), walkers=1
-        )
+    found = counterexample_texts("hardware_aware", Walk(monkeypatch, width=1))
     assert math.isclose(math.fsum(found.values()), 1.0, abs_tol=TOLERANCE)
     assert second_token(found) == pytest.approx(0.85, abs=TOLERANCE)
 
@@ -286,7 +304,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize(("floor", "processors"), [(0, "none"), (1, "none"), (0, list(PROCESSORS)[1])])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_outcome_of_a_row(schedule, floor, processors, monkeypatch):
+def test_every_outcome_of_a_row(schedule, floor, processors, as_measured, monkeypatch):
     target, drafter = random_target(seed=1), random_drafter("rnn", seed=5)
     drafter.generation_config.min_verify_length = floor
     walk, choices = Walk(monkeypatch, width=1), scheduled_walkers(monkeypatch, width=1)
@@ -347,7 +365,7 @@ def test_every_outcome_of_two_rows(schedule, floors, new, monkeypatch):
         assert {choice.capacity for choice in choices} >= {1, 2}
 
 
-def test_two_rows_whose_capacity_looks_ahead_are_found_out(monkeypatch):
+def test_two_rows_whose_capacity_looks_ahead_are_found_out(as_measured, monkeypatch):
     """One draft never pays on this curve; two do if the first row's second is likely, which its first decides."""
     target, drafter = cycling_pair()
     walk = Walk(monkeypatch, width=2)
@@ -442,6 +460,7 @@ def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_targ
     held = {row: len(text) + 1 for row, text in enumerate(TEXTS)}  # padding does not count
     total = Counter()
     assert [decision.round for decision in stats.decisions] == list(range(1, len(stats.decisions) + 1))
+    compared = []
     drafted = [decision for decision in stats.decisions if decision.survivals is not None]
     assert {len(decision.survivals[0]) for decision in drafted} > {7} and len(drafted) > 8
     assert {len(decision.rows) for decision in drafted} > {3}
@@ -459,7 +478,9 @@ def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_targ
                 before = stats.decisions[decision.round - 3]
                 known = dict(zip(before.rows, before.survivals, strict=True))
                 past = [value for row in decision.rows for value in known[row][:slots]]
-                assert decision.capacity == capacity_of(past, rows, context, slots) and len(past) == rows * slots
+                if len(past) == rows * slots:  # that round drew as many
+                    compared.append(decision)
+                    assert decision.capacity == capacity_of(past, rows, context, slots)
                 assert sum(lengths) <= decision.capacity
         for row, length, accepted in zip(decision.rows, lengths, decision.accepted, strict=True):
             assert 0 <= accepted <= length <= slots
@@ -472,6 +493,7 @@ def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_targ
         counts = [total[row, name] for row in range(3)]
         assert counts == [getattr(row, name) for row in stats.rows] and sum(counts) == getattr(stats, name)
     assert stats.accepted > 0
+    assert schedule != LAGGED or len(compared) > len(drafted) / 2
 
 
 def capacity_of(survivals: list[float], rows: int, context: float, slots: int) -> int:

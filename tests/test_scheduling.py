@@ -784,3 +784,15 @@ def test_a_bump_in_the_measured_curve_does_not_stop_algorithm_1():
     sure = [[0.9, 0.8, 0.7, 0.6]]
     assert lengths_by_throughput(sure, bumpy.steps_per_second(4))[0] == [0]
     assert lengths_by_throughput(sure, bumpy.smooth(1).steps_per_second(4))[0] == [4]
+
+
+def test_only_measured_costs_are_smoothed_and_only_for_algorithm_1():
+    seconds = np.array([1.0, 1.0, 3.0] + [1.05] * 6)
+    chosen = {}
+    for schedule in HARDWARE_AWARE:
+        for noisy in (False, True):
+            costs = Costs(seconds, [0.0] * 8, noisy)
+            scheduler = Scheduler(schedule, 7, costs=lambda rows, context, costs=costs: costs)
+            chosen[schedule, noisy] = a_round(scheduler, [GOOD])[1].lengths
+    assert chosen["hardware_aware", False] == [0] and chosen["hardware_aware", True] == [7]
+    assert chosen["hardware_aware_lagged", False] == chosen["hardware_aware_lagged", True]
