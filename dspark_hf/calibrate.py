@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .bench import check_writable, read_prompts
 from .blocks import Blocks, record_blocks, write_json
 from .calibration import (
+    FEWEST_REACHED,
     PositionMetrics,
     calibration_error_by_chance,
     fit_temperatures,
@@ -274,6 +275,15 @@ def print_fit(fit: Fit, console: Console) -> None:
     name = regime(fit.fitted.sampling_temperature)
     title = f"Survival, {name}, over {len(fit.judged_on)} blocks of prompts {part}"
     console.print(metrics_table(title, fit.temperatures, fit.judged_on))
+    few = sum(metrics.reached < FEWEST_REACHED for metrics in before_and_after(fit.fitted, fit.temperatures)[0])
+    if few:
+        positions = (
+            f"position {len(fit.temperatures) - few + 1} on" if few < len(fit.temperatures) else "all positions"
+        )
+        console.print(
+            f"Not fitted, left at 1: {positions}, reached by fewer than {FEWEST_REACHED} of {len(fit.fitted)} blocks. "
+            "More prompts or a higher --max-new-tokens give more."
+        )
     before, after = map(mean_ece, before_and_after(fit.fitted, fit.temperatures))
     console.print(f"Mean ECE in sample: {before:.2%} before, {after:.2%} after ({len(fit.fitted)} blocks).")
     if fit.held_out is None:

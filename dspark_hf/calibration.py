@@ -13,7 +13,7 @@ BINS = 15
 # Temperatures tried at each position: evenly spaced on a log scale from 0.1 to 10, 1 among them.
 GRID = np.round(10.0 ** np.linspace(-1.0, 1.0, 181), 4)
 # Blocks that must have reached a position for it to be fitted.
-_FEWEST_REACHED = 100
+FEWEST_REACHED = 100
 
 
 def scaled_survivals(confidence_logits: np.ndarray, temperatures: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -125,7 +125,7 @@ def fit_temperatures(confidence_logits: np.ndarray, accepted: np.ndarray) -> np.
     nearest_to_one_first = GRID[np.argsort(np.abs(np.log(GRID)), kind="stable")]
     temperatures, until = [], np.ones(len(happened))
     for position, (logits, outcome) in enumerate(zip(confidence_logits.T, happened.T, strict=True)):
-        if (accepted >= position).sum() < _FEWEST_REACHED:
+        if (accepted >= position).sum() < FEWEST_REACHED:
             temperatures.append(1.0)
             until = until * _sigmoid(logits)
             continue

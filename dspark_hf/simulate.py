@@ -221,7 +221,9 @@ def _notes(
     """What a reader of the numbers has to know."""
     notes = []
     if set(temperatures) == {1.0}:
-        notes.append("Confidences as the head gave them: no temperatures were fitted, or no --drafter was named.")
+        notes.append(
+            "Confidences as the head gave them: all temperatures are 1 (fitted ones are read from --drafter)."
+        )
     for name, profile in profiles.items():
         if name == GPU_LIKE:
             notes.append(

@@ -165,7 +165,7 @@ def test_a_fit_takes_the_best_of_the_grid_left_to_right(seed, blocks):
     generator = np.random.default_rng(seed)
     logits, accepted = generator.normal(0, 2, (blocks, 3)), generator.integers(0, 4, blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "_FEWEST_REACHED", 0)
+        patch.setattr(calibration, "FEWEST_REACHED", 0)
         fitted = calibration.fit_temperatures(logits, accepted)
     for position in range(3):
         happened = (accepted > position).astype(float)
