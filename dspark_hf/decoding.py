@@ -456,9 +456,12 @@ class _Run:
 
     def _result(self) -> DSparkGenerateOutput | torch.LongTensor:
         self.output_streamer.end()
-        if self.returns_cache:
-            self.stream.close()
         sequences = self.sequences.padded(self.pad_token_id)
+        if self.returns_cache:
+            # Plain `generate` runs finished rows on, end token and filling, until all are done.
+            lengths = self.sequences.lengths
+            self.stream.catch_up([tokens[length - 1 : -1] for tokens, length in zip(sequences, lengths, strict=True)])
+            self.stream.close()
         if not self.config.return_dict_in_generate:
             return sequences
         generated = [self.sequences.generated(row) for row in range(len(sequences))]

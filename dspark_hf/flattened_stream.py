@@ -49,6 +49,7 @@ class FlattenedStream:
         self.next_positions = positions[..., -1].tolist()
         self.prompt_lengths = prompt.visible.sum(dim=1).tolist()
         self.rows = list(range(len(self.prompt_lengths)))
+        self.waiting: list[int] = []  # finished rows that are kept in the cache; their tokens do not run
         self.finished: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.final_lengths: dict[int, int] = {}
         self.keep_finished = False
@@ -123,7 +124,7 @@ class FlattenedStream:
         Raises:
             [`UnsupportedAttention`]: in the first stream, if the target's attention does not do as the stream wants.
         """
-        device = tokens.device
+        device, counts = tokens.device, self._of_all(counts)
         plan = self.cache.plan = StreamPlan(self.cache.lengths, counts)
         inputs = {
             **self.inputs,
@@ -159,10 +160,20 @@ class FlattenedStream:
 
     def advance(self, kept: Sequence[int]) -> None:
         """Keep the first `kept` tokens of each row of the last stream, forget the others."""
+        kept = self._of_all(kept)
         self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, kept, strict=True)]
 
+    def _of_all(self, counts: Sequence[int]) -> list[int]:
+        """Counts of the rows whose tokens run as counts of all rows of the cache."""
+        running = iter(counts)
+        return [0 if row in self.waiting else next(running) for row in self.rows] if self.waiting else list(counts)
+
     def keep_rows(self, keep: Sequence[int]) -> None:
-        """Drop all rows but those whose indices, among the current ones, are given."""
+        """Drop all rows but those whose indices, among the current ones, are given; with `keep_finished` they wait."""
+        if self.keep_finished:
+            running = [row for row in self.rows if row not in self.waiting]
+            self.waiting += [row for index, row in enumerate(running) if index not in keep]
+            return
         for index in sorted(set(range(len(self.rows))) - set(keep)):
             self._set_aside(index)
         self.rows = [self.rows[index] for index in keep]
@@ -180,8 +191,17 @@ class FlattenedStream:
                 for buffer in self.cache.buffers
             ]
 
+    def catch_up(self, missing: Sequence[torch.LongTensor]) -> None:
+        """Run what is missing of each row of the batch, after the last round and with `keep_finished`."""
+        self.waiting, counts = [], list(map(len, missing))
+        if any(counts):
+            self.verify(torch.cat(list(missing)).to(self.prompt.device), counts)
+            self.advance(counts)
+
     def close(self) -> None:
         """Write what was kept back into the cache that `generate` prepared or was given."""
+        for index in self.rows:
+            self._set_aside(index)
         visible = self.prompt.visible
         total = max(visible.shape[1] + self.final_lengths[row] - held for row, held in enumerate(self.prompt_lengths))
         for layer_index, layer in enumerate(self.prompt.cache.layers):

@@ -198,7 +198,7 @@ class Profile:
             drafts = {name: None if curve is None else DraftCurve(**curve) for name, curve in drafts.items()}
             profile = cls(**steps, **drafts, **raw)
             profile.check(path)
-        except (TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (TypeError, AttributeError, KeyError, RecursionError, ValueError) as error:
             raise ValueError(f"{path} is no profile ({error}); make one with `dspark profile`.") from error
         return profile
 
@@ -214,18 +214,28 @@ class Profile:
             if curve is not None:
                 curves += [(curve.rows, curve.one_slot), (curve.rows, curve.whole_block)]
         contexts = [curve.context for curve in self.steps]
-        sound = isinstance(self.key, dict) and bool(contexts) and _increase(contexts)
-        sound = sound and _increase([(curve.context, curve.rows) for curve in self.row_steps])
+        places = [(curve.context, curve.rows) for curve in (*self.steps, *self.row_steps)]
+        sound = isinstance(self.key, dict) and bool(contexts) and all(_is_count(value) for p in places for value in p)
+        sound = sound and _increase(contexts) and _increase([p for p in places if p[1] > 1])
         sound = sound and all(curve.context in contexts and curve.rows > 1 for curve in self.row_steps)
         for counts, seconds in curves:
-            sound = sound and len(counts) == len(seconds) > 0 and counts[0] >= 1 and _increase(counts)
-            sound = sound and all(0 < value < float("inf") for value in seconds)
-        sound = sound and all(0 <= value < float("inf") for value in (self.judge_greedy, self.judge_sampled))
+            sound = sound and isinstance(counts, list) and isinstance(seconds, list)
+            sound = sound and len(counts) == len(seconds) > 0 and all(map(_is_count, counts)) and _increase(counts)
+            sound = sound and all(_is_time(value) for value in seconds)
+        sound = sound and all(value == 0 or _is_time(value) for value in (self.judge_greedy, self.judge_sampled))
         if not sound:
             raise ValueError(
-                f"{name} is no profile: contexts, rows and tokens must increase, seconds must be above 0; make it "
-                "anew with `dspark profile`."
+                f"{name} is no profile: contexts, rows and tokens must be whole numbers that increase from 1 on, "
+                "seconds must be between 1e-12 and 1e9; make it anew with `dspark profile`."
             )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 10**7
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-12 <= value <= 1e9
 
 
 def _increase(values: list) -> bool:
@@ -401,7 +411,9 @@ def explain_missing(target: PreTrainedModel, drafter: Any) -> str:
     wanted = profile_key(target, drafter)
     differing = []
     for path in profile_path(wanted).parent.glob("*.json"):
-        with contextlib.suppress(ValueError, OSError):  # damaged: `stored_profile` speaks of those that are asked for
+        with contextlib.suppress(
+            ValueError, OSError, RecursionError
+        ):  # damaged: `stored_profile` speaks of those that are asked for
             key = _read(path, path.stat().st_mtime_ns).key
             if _is_of(key, wanted):
                 names = [name for name in wanted if name not in _MODELS and key.get(name) != wanted[name]]

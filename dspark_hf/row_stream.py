@@ -75,6 +75,13 @@ class RowStream:
         """As [`FlattenedStream.keep_rows`]."""
         self.rows = [self.rows[index] for index in keep]
 
+    def catch_up(self, missing: Sequence[torch.LongTensor]) -> None:
+        """As [`FlattenedStream.catch_up`]."""
+        for row, piece in zip(self.all_rows, missing, strict=True):
+            if self.has_cache and len(piece):
+                self.target(**row.inputs(piece.to(self.prompt.device)), return_dict=True)
+                row.commit(piece.to(self.prompt.device), len(piece))
+
     def close(self) -> None:
         """Several rows go back into the cache that `generate` prepared or was given; a single one never left it."""
         cache = self.prompt.cache

@@ -307,8 +307,8 @@ class Scheduler:
         slots, gain = best_slots(self._history(self.judged, rows), self.round_costs)
         if gain <= 1.0:
             probe = self.round_costs.draft_seconds[slots] / float(self.round_costs.verify_seconds[len(rows)])
-            longer = max(2 * self.pause, _FIRST_PAUSE, math.ceil(probe / _PROBE_SHARE))
-            self.pause = min(longer, _LONGEST_PAUSE)
+            longer = max(2 * self.pause, _FIRST_PAUSE, probe / _PROBE_SHARE)
+            self.pause = math.ceil(min(longer, _LONGEST_PAUSE))
             self.waiting = self.pause - 1
             self.judged.clear()
             return 0

@@ -225,10 +225,10 @@ class DSparkConfig(PreTrainedConfig):
             values = fit.get("temperatures") if isinstance(fit, dict) else None
             at = fit.get("sampling_temperature") if isinstance(fit, dict) else None
             sound = isinstance(values, list) and len(values) == self.block_size and _is_number(at) and at >= 0
-            if not sound or not all(_is_number(value) and 0 < value < float("inf") for value in values):
+            if not sound or not all(_is_number(value) and 1e-3 <= value <= 1e3 for value in values):
                 raise ValueError(
                     f"`confidence_temperatures` has the entry {fit!r}; each needs a `sampling_temperature`, at least "
-                    f"0, and `temperatures`, {self.block_size} numbers above 0. Fit them with `dspark calibrate`."
+                    f"0, and `temperatures`, {self.block_size} numbers from 0.001 to 1000. Fit them with `dspark calibrate`."
                 )
 
     def _validate_taps(self) -> None:

@@ -132,3 +132,30 @@ def test_use_cache_false(name, monkeypatch):
     drafter = drafter_for(target)
     plain, ours = plain_and_ours(monkeypatch, target, drafter, inputs_of(3), use_cache=False)
     assert_same(plain, ours, drafter)
+
+
+@pytest.mark.parametrize("after_the_end", ["hidden", "shown"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "bloom"])
+def test_two_turns_of_rows_that_end_at_different_times(name, after_the_end, streams):  # noqa: F811
+    """A finished row's end token and what it is filled with are in the returned cache, as in plain `generate`'s."""
+    target = decoder(name)
+    drafter = drafter_for(target)
+    inputs = inputs_of(3)
+    length = inputs["input_ids"].shape[1]
+    alone = target.generate(**inputs, **OPTIONS, max_new_tokens=14)[:, length:]
+    ends = sorted({int(alone[0, 3]), int(alone[1, 8])})
+    turns = []
+    for assistant in (None, drafter):
+        options = OPTIONS | {"eos_token_id": ends, "max_new_tokens": 14, "return_dict_in_generate": True}
+        first = target.generate(**inputs, **options, assistant_model=assistant)
+        text = first.sequences[:, length:]
+        is_end = torch.isin(text, torch.tensor(ends)).long()
+        assert len({int(row.argmax()) if row.any() else -1 for row in is_end}) > 1, "all rows ended together"
+        behind = (is_end.cumsum(dim=1) - is_end) > 0 if after_the_end == "hidden" else torch.zeros_like(text).bool()
+        again = torch.cat([first.sequences, inputs["input_ids"][:, -5:]], dim=1)
+        mask = torch.cat([inputs["attention_mask"], (~behind).long(), torch.ones(3, 5, dtype=torch.long)], dim=1)
+        second = target.generate(
+            again, attention_mask=mask, **OPTIONS, **{CACHE_NAME: first[CACHE_NAME]}, max_new_tokens=10
+        )
+        turns.append([first.sequences.tolist(), int(first[CACHE_NAME].get_seq_length()), second.tolist()])
+    assert turns[1] == turns[0]
