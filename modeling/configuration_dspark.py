@@ -228,7 +228,8 @@ class DSparkConfig(PreTrainedConfig):
             if not sound or not all(_is_number(value) and 1e-3 <= value <= 1e3 for value in values):
                 raise ValueError(
                     f"`confidence_temperatures` has the entry {fit!r}; each needs a `sampling_temperature`, at least "
-                    f"0, and `temperatures`, {self.block_size} numbers from 0.001 to 1000. Fit them with `dspark calibrate`."
+                    f"0, and `temperatures`, {self.block_size} numbers from 0.001 to 1000. Fit them with "
+                    "`dspark calibrate`."
                 )
 
     def _validate_taps(self) -> None:
