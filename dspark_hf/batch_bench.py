@@ -10,7 +10,6 @@ position, which no call in earnest has, and which changes the distribution. What
 little; how much of the text that is, is reported as `past_end`.
 """
 
-import copy
 import itertools
 import statistics
 import time
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
@@ -34,17 +32,17 @@ from .bench import (
     Method,
     bench_options,
     check_lengths,
-    check_writable,
     format_number,
     introduce,
+    pair_settings,
     plain_method,
-    read_prompts,
     timed_rows,
     warm_up,
-    write_results,
 )
-from .loading import CommandError, Pair, load_pair
+from .command_files import check_writable, read_prompts, write_results
+from .loading import CommandError, Pair, left_padded, load_pair
 from .profiles import Profile, find_profile
+from .schedule_options import drafter_schedule
 from .scheduling import HARDWARE_AWARE, SCHEDULES, Scheduler, survivals
 from .statistics import SpeculativeStats
 from .synthetic import concentration_of, synthetic_acceptance
@@ -121,25 +119,16 @@ class _DecodeClock(BaseStreamer):
 @contextmanager
 def scheduled(drafter: Any, schedule: str, threshold: float | None, setting: Setting) -> Iterator[None]:
     """
-    Let every call with a drafter go by a schedule. It stands in the drafter's own defaults meanwhile, because
-    `"constant"` and a threshold of 0.4 count as not given on a call.
+    Let every call with a drafter go by a schedule at a setting.
 
     Args:
-        drafter (`DSparkDraftModel`): Its `generation_config` is put back afterwards.
-        schedule (`str`): One of `SCHEDULES`.
-        threshold (`float`, *optional*): `assistant_confidence_threshold`, for `"confidence"`.
+        drafter, schedule, threshold: As for [`drafter_schedule`].
         setting ([`Setting`]): Its synthetic acceptance is in force.
     """
-    own = drafter.generation_config
-    drafter.generation_config = copy.deepcopy(own)
-    drafter.generation_config.num_assistant_tokens_schedule = schedule
-    drafter.generation_config.assistant_confidence_threshold = threshold
     given = setting.accept_prob is not None
-    try:
-        with synthetic_acceptance(setting.accept_prob, setting.auc) if given else nullcontext():
-            yield
-    finally:
-        drafter.generation_config = own
+    synthetic = synthetic_acceptance(setting.accept_prob, setting.auc) if given else nullcontext()
+    with drafter_schedule(drafter, schedule, threshold), synthetic:
+        yield
 
 
 @contextmanager
@@ -157,24 +146,6 @@ def interleaved(prompt_sets: dict[str, list[str]]) -> list[str]:
     """The prompts of all sets, one of each set in turn, so that every batch holds some of all."""
     turns = itertools.zip_longest(*prompt_sets.values())
     return [prompt for turn in turns for prompt in turn if prompt is not None]
-
-
-def left_padded(prompts: Sequence[dict[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """
-    One batch of prompts.
-
-    Args:
-        prompts (`Sequence[dict]`): Each with `input_ids` and `attention_mask` of shape `(1, prompt_length)`.
-        pad_token_id (`int`): Put where nothing is attended to.
-
-    Returns:
-        `dict`: `input_ids` and `attention_mask` of shape `(len(prompts), longest prompt_length)`.
-    """
-    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    return {
-        name: torch.cat([pad(p[name], (longest - p[name].shape[1], 0), value=filling) for p in prompts])
-        for name, filling in (("input_ids", pad_token_id), ("attention_mask", 0))
-    }
 
 
 class BatchBench:
@@ -595,9 +566,7 @@ def run(
     check_writable("--markdown", markdown)
     options = bench_options(max_new_tokens, temperature, top_p, top_k)
     prompt_sets = read_prompts(prompts, limit)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, threads)
     profile = _profile_for(pair, schedules)
     console = Console()
     introduce(pair, console, bool(synthetic))
@@ -617,12 +586,10 @@ def run(
     ]
     print_tables(summary, scheduling, console, compare_texts=temperature == 0 and not synthetic)
     if output is not None:
-        described = {
-            "target": target, "drafter": pair.names[1], "prompts": prompts or "school-maths (bundled)", "limit": limit,
-            "batch_sizes": batch_sizes, "schedules": schedules, "threshold": threshold, "repetitions": repetitions,
-            "dtype": str(pair.target.dtype).removeprefix("torch."), "device": str(pair.target.device), "seed": seed,
-            "synthetic": list(synthetic), "synthetic_auc": synthetic_auc,
-        } | options  # fmt: skip
+        described = pair_settings(pair, target, prompts) | options | {
+            "limit": limit, "batch_sizes": batch_sizes, "schedules": schedules, "threshold": threshold,
+            "repetitions": repetitions, "seed": seed, "synthetic": list(synthetic), "synthetic_auc": synthetic_auc,
+        }  # fmt: skip
         results = {"settings": described, "profile": None if profile is None else profile.key, "summary": summary}
         write_results(output, results | {"scheduling": scheduling, "thresholds": tuning, "calls": records})
     if markdown is not None:

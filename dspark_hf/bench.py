@@ -8,18 +8,17 @@ times a bare one-token step of the target, over what the two forwards of a round
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from .command_files import check_writable, read_prompts, write_results
 from .loading import CommandError, Pair, generation_options, load_pair, reporting
 
 
@@ -189,49 +188,6 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
             _synchronize(pair)
             times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
-
-
-def read_prompts(source: str | None, limit: int | None = None) -> dict[str, list[str]]:
-    """Prompt sets by name.
-
-    Args:
-        source (`str`, *optional*): a `.jsonl` file, or a folder of them, with the field `prompt` on every line. By
-            default the school-maths prompts that come with the package.
-        limit (`int`, *optional*): how many prompts of each file; by default all.
-
-    Returns:
-        `dict[str, list[str]]`: the prompts of each file under its name without `.jsonl`.
-
-    Raises:
-        `CommandError`: there is no such file, or a line is not a JSON object with a non-empty `prompt`.
-    """
-    path = Path(source).expanduser() if source else Path(__file__).parent / "assets" / "prompts"
-    if not path.exists():
-        raise CommandError(f"--prompts {source!r}: there is no such file or folder; give a .jsonl file or a folder")
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not files:
-        raise CommandError(f"--prompts {source!r}: the folder holds no .jsonl file")
-    return {file.stem: _read_prompt_file(file, limit) for file in files}
-
-
-def _read_prompt_file(file: Path, limit: int | None) -> list[str]:
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if limit is not None and len(prompts) == limit:
-            break
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CommandError(f"--prompts: {file}:{number} is not JSON ({error}); give one object a line") from error
-        prompt = record.get("prompt") if isinstance(record, dict) else None
-        if not isinstance(prompt, str) or not prompt:
-            raise CommandError(f"--prompts: {file}:{number} has no text in the field 'prompt'; add it")
-        prompts.append(prompt)
-    if not prompts:
-        raise CommandError(f"--prompts: {file} has no prompts; give at least one line")
-    return prompts
 
 
 def run_methods(
@@ -587,12 +543,9 @@ def run(
     options = bench_options(max_new_tokens, temperature, top_p, top_k, threshold)
     prompt_sets = read_prompts(prompts, limit)
 
-    import torch
     from rich.console import Console
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, threads)
     methods = [plain_method()]
     if synthetic:
         methods += synthetic_methods(pair, synthetic)
@@ -610,11 +563,9 @@ def run(
     summary = summarise(records)
     print_tables(summary, console, greedy=temperature == 0)
     if output is not None:
-        settings = {
-            "target": target, "drafter": pair.names[1], "prompts": prompts or "school-maths (bundled)",
+        settings = pair_settings(pair, target, prompts) | {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": options.get("top_p"),
-            "top_k": options.get("top_k"), "threshold": threshold, "repetitions": repetitions,
-            "dtype": str(pair.target.dtype).removeprefix("torch."), "device": str(pair.target.device), "seed": seed,
+            "top_k": options.get("top_k"), "threshold": threshold, "repetitions": repetitions, "seed": seed,
             "synthetic": list(synthetic),
         }  # fmt: skip
         write_results(output, {"settings": settings, "summary": summary, "calls": records})
@@ -631,12 +582,6 @@ def introduce(pair: Pair, console: Console, synthetic: bool) -> None:
         console.print("On CUDA, draft and verify are the times until the calls returned, not until they were done.")
 
 
-def check_writable(argument: str, path: str | None) -> None:
-    """Refuse a file whose folder is not there, before anything is measured."""
-    if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
-        raise CommandError(f"{argument} {path!r}: its folder does not exist; create it first")
-
-
 def bench_options(
     max_new_tokens: int,
     temperature: float,
@@ -651,9 +596,12 @@ def bench_options(
     return generation_options(max_new_tokens, temperature, top_p, top_k, threshold)
 
 
-def write_results(output: str, results: dict[str, Any]) -> None:
-    """Write plain values to a JSON file, behind the command, the machine and the versions they come from."""
-    from .environment import machine, package_versions
-
-    origin = {"command": ["dspark", *sys.argv[1:]], "machine": machine(), "versions": package_versions()}
-    Path(output).expanduser().write_text(json.dumps(origin | results, indent=2) + "\n", encoding="utf-8")
+def pair_settings(pair: Pair, target: str, prompts: str | None) -> dict[str, Any]:
+    """What was measured, on what, as plain values."""
+    return {
+        "target": target,
+        "drafter": pair.names[1],
+        "prompts": prompts or "school-maths (bundled)",
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "device": str(pair.target.device),
+    }

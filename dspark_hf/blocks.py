@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +12,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from .bench import check_lengths
-from .loading import Pair, generation_options
+from .files import write_json
+from .loading import Pair, generation_options, left_padded
+from .schedule_options import drafter_schedule
 
 
 if TYPE_CHECKING:
@@ -92,31 +89,6 @@ class Blocks:
         return blocks
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """
-    Write a JSON file in one step: an old one keeps its permissions, and stays as it is if anything fails.
-
-    Args:
-        path (`str` or `Path`): The file; its folder must exist.
-        value (`Any`): What `json` can write.
-    """
-    path = Path(path)
-    file = tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8")
-    try:
-        with file:
-            file.write(json.dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # before the name changes hands, or a crash could leave an empty file
-        if path.exists():
-            shutil.copymode(path, file.name)
-        else:
-            os.chmod(file.name, 0o644)  # a temporary file is for its owner's eyes
-        os.replace(file.name, path)
-    except BaseException:
-        Path(file.name).unlink(missing_ok=True)
-        raise
-
-
 def record_blocks(
     pair: Pair,
     prompt_sets: dict[str, list[str]],
@@ -163,7 +135,8 @@ def record_blocks(
     rounds = accepted = tokens = 0
     start = time.perf_counter()
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    with whole_blocks(pair.drafter), tqdm(total=len(waiting), desc=f"Blocks, {kind}", unit="prompt") as progress:
+    bar = tqdm(total=len(waiting), desc=f"Blocks, {kind}", unit="prompt")
+    with drafter_schedule(pair.drafter, "constant", 0.0), bar as progress:
         for first in range(0, len(waiting), batch_size):
             batch = waiting[first : first + batch_size]
             stats = _decode(pair, [inputs for _, inputs in batch], options)
@@ -199,36 +172,9 @@ def _check(config: DSparkConfig, max_new_tokens: int) -> None:
         )
 
 
-@contextmanager
-def whole_blocks(drafter: Any) -> Iterator[None]:
-    """Let a drafter send whole blocks meanwhile, whatever its `generation_config` says of schedule and threshold."""
-    from transformers import GenerationConfig
-
-    own = drafter.generation_config
-    drafter.generation_config = GenerationConfig(
-        num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-    try:
-        yield
-    finally:
-        drafter.generation_config = own
-
-
 def _decode(pair: Pair, prompts: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> SpeculativeStats:
-    import torch
-
-    longest = max(inputs["input_ids"].shape[1] for inputs in prompts)
     # Masked, so any token will do where the tokenizer has none to pad with.
-    fill = {"input_ids": pair.tokenizer.pad_token_id or 0, "attention_mask": 0}
-    batch = {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(inputs[name], (longest - inputs[name].shape[1], 0), value=value)
-                for inputs in prompts
-            ]
-        )
-        for name, value in fill.items()
-    }
+    batch = left_padded(prompts, pair.tokenizer.pad_token_id or 0)
     # A schedule in the target's own generation config would count as the call's.
     output = pair.target.generate(
         **batch,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench import check_writable, read_prompts
-from .blocks import Blocks, record_blocks, write_json
+from .blocks import Blocks, record_blocks
 from .calibration import (
     FEWEST_REACHED,
     PositionMetrics,
@@ -26,6 +25,8 @@ from .calibration import (
     scaled_survivals,
     survived,
 )
+from .command_files import check_plot, check_writable, read_prompts
+from .files import write_json
 from .loading import DEMO, CommandError, Pair, generation_options, load_pair, reporting
 
 
@@ -106,12 +107,9 @@ def run(
     parts = ({}, prompt_sets) if check else split_prompts(prompt_sets, holdout, seed)
     destination = None if check else output_folder(drafter, output)
 
-    import torch
     from rich.console import Console
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, threads)
     console = Console()
     console.print(pair.description, highlight=False)
 
@@ -147,13 +145,7 @@ def check_files(check: bool, output: str | None, plot: str | None, blocks: str |
         if check and value is not None:
             raise CommandError(f"{argument} {value!r}: --check writes nothing; leave one of the two out")
         check_writable(argument, value)
-    if plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise CommandError(
-                f"--plot {plot!r}: it needs matplotlib; pip install 'dspark-hf[plots]', or leave --plot out"
-            ) from error
+    check_plot(plot)
 
 
 def output_folder(drafter: str | None, output: str | None) -> tuple[Path, bool]:

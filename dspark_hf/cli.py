@@ -95,9 +95,7 @@ def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
     generate.add_argument("--compare", action="store_true", help="time plain generate as well and compare")
     generate.add_argument("--max-new-tokens", type=_positive_int, default=256, help="default: %(default)s")
     generate.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy; default: %(default)s")
-    generate.add_argument("--top-p", type=_top_p, help="with a temperature; default: the target's own")
-    generate.add_argument("--top-k", type=_non_negative_int, help="with a temperature; default: the target's own")
-    generate.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
+    _add_sampling(generate)
     _add_threshold(generate)
     _add_placement(generate, dtype="auto")
     generate.set_defaults(run=_run_generate)
@@ -112,16 +110,10 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
         "and the schedules on batches instead.",
     )
     _add_pair(bench)
-    bench.add_argument(
-        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
-    )
-    bench.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
-    bench.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+    _add_prompts(bench)
     bench.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy; default: %(default)s")
-    bench.add_argument("--top-p", type=_top_p, help="with a temperature; default: 1, no truncation")
-    bench.add_argument("--top-k", type=_non_negative_int, help="with a temperature; default: 0, no truncation")
+    _add_sampling(bench, top_p="1, no truncation", top_k="0, no truncation")
     bench.add_argument("--repetitions", type=_positive_int, default=3, help="default: %(default)s")
-    bench.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
     bench.add_argument(
         "--prompt-lookup-tokens",
         type=_positive_int,
@@ -201,11 +193,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[_Parser]) -> None:
         "sampling temperature is a fit of its own, greedy decoding too.",
     )
     _add_pair(calibrate)
-    calibrate.add_argument(
-        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
-    )
-    calibrate.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
-    calibrate.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+    _add_prompts(calibrate)
     calibrate.add_argument("--batch-size", type=_positive_int, default=8, help="default: %(default)s")
     calibrate.add_argument(
         "--temperature",
@@ -216,9 +204,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="extend",
         help="fit at each of these, 0 is greedy; default: 0 1, with --check all that were fitted",
     )
-    calibrate.add_argument("--top-p", type=_top_p, help="with a temperature; default: the target's own")
-    calibrate.add_argument("--top-k", type=_non_negative_int, help="with a temperature; default: the target's own")
-    calibrate.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
+    _add_sampling(calibrate)
     calibrate.add_argument(
         "--holdout",
         type=_share,
@@ -252,11 +238,7 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_pair(simulate)
     simulate.add_argument("--blocks", help="file of recorded blocks (dspark calibrate); default: records some first")
-    simulate.add_argument(
-        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
-    )
-    simulate.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
-    simulate.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+    _add_prompts(simulate)
     simulate.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy; default: %(default)s")
     simulate.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
     simulate.add_argument(
@@ -284,6 +266,20 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
     parser.add_argument("--drafter", help="folder or Hub id of a drafter for this target; default: the demo's")
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
+    )
+    parser.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
+    parser.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, top_p: str = "the target's own", top_k: str | None = None) -> None:
+    parser.add_argument("--top-p", type=_top_p, help=f"with a temperature; default: {top_p}")
+    parser.add_argument("--top-k", type=_non_negative_int, help=f"with a temperature; default: {top_k or top_p}")
+    parser.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
 
 
 def _add_threshold(parser: argparse.ArgumentParser) -> None:
@@ -366,15 +362,12 @@ def _run_generate(
     if not text:
         raise CommandError(f"--prompt {prompt!r}: it is empty; give a text")
 
-    import torch
     from rich.console import Console
 
     from . import demo
     from .bench import dspark_method, plain_method, timed_generate, warm_up
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, threads)
     inputs = pair.encode(text, chat)
     console = Console(stderr=True)
     console.print(pair.description, highlight=False)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .bench import DSPARK, PLAIN, Call, Method, dspark_method, plain_method, read_prompts, timed_generate, warm_up
+from .bench import DSPARK, PLAIN, Call, Method, dspark_method, plain_method, timed_generate, warm_up
+from .command_files import read_prompts
 from .loading import DEMO, Pair, generation_options, load_pair
 
 
@@ -219,11 +220,9 @@ def run(
     import torch
     from rich.console import Console
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     console = Console()
     options = generation_options(max_new_tokens, threshold=threshold)
-    pair = load_pair(DEMO, DEMO, dtype, device)
+    pair = load_pair(DEMO, DEMO, dtype, device, threads)
     if prepare:
         console.print("The demo target is ready; from now on the demo needs no network.", highlight=False)
         return 0

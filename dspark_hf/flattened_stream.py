@@ -50,8 +50,6 @@ class FlattenedStream:
         self.prompt_lengths = prompt.visible.sum(dim=1).tolist()
         self.rows = list(range(len(self.prompt_lengths)))
         self.waiting: list[int] = []  # finished rows that are kept in the cache; their tokens do not run
-        self.finished: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.final_lengths: dict[int, int] = {}
         self.keep_finished = False
         self.cache = self._import(prompt.cache)
         self.cache_name = cache_argument(target)
@@ -174,22 +172,9 @@ class FlattenedStream:
             running = [row for row in self.rows if row not in self.waiting]
             self.waiting += [row for index, row in enumerate(running) if index not in keep]
             return
-        for index in sorted(set(range(len(self.rows))) - set(keep)):
-            self._set_aside(index)
         self.rows = [self.rows[index] for index in keep]
         if keep:
             self.cache.keep_rows(keep)
-
-    def _set_aside(self, index: int) -> None:
-        row, length = self.rows[index], self.cache.lengths[index]
-        self.final_lengths[row] = length
-        if self.keep_finished:
-            self.finished[row] = [
-                (None, None)
-                if buffer.keys is None
-                else (buffer.keys[index, :, :length].clone(), buffer.values[index, :, :length].clone())
-                for buffer in self.cache.buffers
-            ]
 
     def catch_up(self, missing: Sequence[torch.LongTensor]) -> None:
         """Run what is missing of each row of the batch, after the last round and with `keep_finished`."""
@@ -200,22 +185,18 @@ class FlattenedStream:
 
     def close(self) -> None:
         """Write what was kept back into the cache that `generate` prepared or was given."""
-        for index in self.rows:
-            self._set_aside(index)
-        visible = self.prompt.visible
-        total = max(visible.shape[1] + self.final_lengths[row] - held for row, held in enumerate(self.prompt_lengths))
-        for layer_index, layer in enumerate(self.prompt.cache.layers):
-            if self.finished[0][layer_index][0] is None:
+        visible, lengths = self.prompt.visible, self.cache.lengths
+        total = visible.shape[1] + max(map(int.__sub__, lengths, self.prompt_lengths))
+        for layer, buffer in zip(self.prompt.cache.layers, self.cache.buffers, strict=True):
+            if buffer.keys is None:
                 continue
             states = []
-            for which in (0, 1):
-                first = self.finished[0][layer_index][which]
-                whole = first.new_zeros(len(self.prompt_lengths), first.shape[0], total, first.shape[2])
-                for row, held in enumerate(self.prompt_lengths):
-                    kept = self.finished[row][layer_index][which]
-                    prompt_places = visible[row].nonzero().squeeze(1).to(kept.device)
-                    whole[row, :, prompt_places] = kept[:, :held]
-                    whole[row, :, visible.shape[1] : visible.shape[1] + kept.shape[1] - held] = kept[:, held:]
+            for slots in (buffer.keys, buffer.values):
+                whole = slots.new_zeros(len(lengths), slots.shape[1], total, slots.shape[3])
+                for row, (length, held) in enumerate(zip(lengths, self.prompt_lengths, strict=True)):
+                    prompt_places = visible[row].nonzero().squeeze(1).to(slots.device)
+                    whole[row, :, prompt_places] = slots[row, :, :held]
+                    whole[row, :, visible.shape[1] : visible.shape[1] + length - held] = slots[row, :, held:length]
                 states.append(whole)
             fill_layer(layer, *states)
 

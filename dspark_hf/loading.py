@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,13 @@ class Pair:
         return {name: encoded[name].to(self.target.device) for name in ("input_ids", "attention_mask")}
 
 
-def load_pair(target: str = DEMO, drafter: str | None = None, dtype: str = "auto", device: str = "auto") -> Pair:
+def load_pair(
+    target: str = DEMO,
+    drafter: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+) -> Pair:
     """Load a target and its drafter.
 
     Args:
@@ -99,6 +105,7 @@ def load_pair(target: str = DEMO, drafter: str | None = None, dtype: str = "auto
             checkpoint; the drafter takes the target's.
         device (`str`, *optional*, defaults to `"auto"`): a torch device. `"auto"` is `cuda` if there is one,
             otherwise `cpu`.
+        threads (`int`, *optional*): torch's CPU threads from now on.
 
     Raises:
         `CommandError`: something given cannot be loaded.
@@ -111,15 +118,41 @@ def load_pair(target: str = DEMO, drafter: str | None = None, dtype: str = "auto
             )
         drafter = DEMO
     check_source("--drafter", drafter)
+    model, source = load_target(target, dtype, device, threads)
+
+    from transformers import AutoTokenizer
+
+    from . import DSparkDraftModel
+    from .demo_target import demo_drafter_folder
+
+    with reporting(f"--target {target!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    with reporting(f"--drafter {drafter!r}"):
+        source = demo_drafter_folder() if drafter == DEMO else drafter
+        draft_model = DSparkDraftModel.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
+    return Pair(model, draft_model, tokenizer, (target, drafter))
+
+
+def load_target(target: str, dtype: str, device: str, threads: int | None) -> tuple[PreTrainedModel, str | Path]:
+    """Load a target alone, the arguments being those of [`load_pair`].
+
+    Returns:
+        The target, and the folder or Hub id that it came from.
+
+    Raises:
+        `CommandError`: something given cannot be loaded.
+    """
+    check_source("--target", target)
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    from . import DSparkDraftModel
-    from .demo_target import demo_drafter_folder, demo_target_folder
+    from .demo_target import demo_target_folder
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     placement = resolve_device(device)
     with reporting(f"--target {target!r}"):
         try:
@@ -128,11 +161,28 @@ def load_pair(target: str = DEMO, drafter: str | None = None, dtype: str = "auto
             raise CommandError(str(error)) from error
         model_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=model_dtype).to(placement).eval()
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    with reporting(f"--drafter {drafter!r}"):
-        source = demo_drafter_folder() if drafter == DEMO else drafter
-        draft_model = DSparkDraftModel.from_pretrained(source, dtype=model.dtype).to(placement).eval()
-    return Pair(model, draft_model, tokenizer, (target, drafter))
+    return model, source
+
+
+def left_padded(prompts: Sequence[dict[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """
+    One batch of prompts.
+
+    Args:
+        prompts (`Sequence[dict]`): Each with `input_ids` and `attention_mask` of shape `(1, prompt_length)`.
+        pad_token_id (`int`): Put where nothing is attended to.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask` of shape `(len(prompts), longest prompt_length)`.
+    """
+    import torch
+    from torch.nn.functional import pad
+
+    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
+    return {
+        name: torch.cat([pad(p[name], (longest - p[name].shape[1], 0), value=filling) for p in prompts])
+        for name, filling in (("input_ids", pad_token_id), ("attention_mask", 0))
+    }
 
 
 def check_source(argument: str, value: str) -> None:

@@ -10,8 +10,8 @@ _LOOKED_AT = 512
 
 def filter_nucleus(processor: TopPLogitsWarper, scores: torch.Tensor) -> torch.Tensor:
     """
-    What the processor makes of scores, from the tokens with the highest probability only: on a CPU a sort of 49152
-    scores takes 4.9 ms, and a round has one for each draft and one for each token verified.
+    What the processor makes of scores, from the tokens with the highest probability only: a sort of the vocabulary is
+    slow on a CPU, and a round has one for each draft and one for each token verified.
 
     The processor keeps a token if its probability and those of all less likely ones sum to more than 1 - top_p, added
     up in float32 from the least likely on. Rows where that sum comes so close to the limit that rounding decides, or

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench import check_writable
-from .loading import DEMO, DTYPES, CommandError, check_source, load_pair, reporting, resolve_device
+from .command_files import check_plot, check_writable
+from .loading import load_pair, load_target, reporting
 
 
 if TYPE_CHECKING:
@@ -46,9 +45,7 @@ def run(
         `CommandError`: something given cannot be used.
     """
     check_writable("--output", output)
-    check_writable("--plot", plot)
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib, which is not here; pip install 'dspark-hf[plots]'")
+    check_plot(plot)
 
     import torch
     from rich.console import Console
@@ -56,10 +53,8 @@ def run(
     from .profiles import profile_key, profile_path, stored_profile
     from .profiling import measure_profile
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     console = Console()
-    model, draft_model, description = _load(target, drafter, dtype, device)
+    model, draft_model, description = _load(target, drafter, dtype, device, threads)
     console.print(f"{description}, {torch.get_num_threads()} threads", highlight=False)
     key = profile_key(model, draft_model)
     profile = None if force else stored_profile(key)
@@ -88,24 +83,13 @@ def run(
 
 
 def _load(
-    target: str, drafter: str | None, dtype: str, device: str
+    target: str, drafter: str | None, dtype: str, device: str, threads: int | None
 ) -> tuple[PreTrainedModel, DSparkDraftModel | None, str]:
     """Target, drafter or none, and a line about them."""
     if drafter != NO_DRAFTER:
-        pair = load_pair(target, drafter, dtype, device)
+        pair = load_pair(target, drafter, dtype, device, threads)
         return pair.target, pair.drafter, pair.description
-    check_source("--target", target)
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from .demo_target import demo_target_folder
-
-    placement = resolve_device(device)
-    with reporting(f"--target {target!r}"):
-        source = demo_target_folder() if target == DEMO else target
-        model_dtype = "auto" if dtype == DTYPES[0] else getattr(torch, dtype)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=model_dtype).to(placement).eval()
+    model, _ = load_target(target, dtype, device, threads)
     name = str(model.dtype).removeprefix("torch.")
     return model, None, f"target {target} ({model.num_parameters() / 1e6:.0f} M), {name} on {model.device}"
 

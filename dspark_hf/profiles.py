@@ -5,8 +5,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -19,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .environment import cache_folder, package_versions, processor_name
+from .files import write_json
 from .locks import lock_of
 from .scheduling import Costs
 from .target_outputs import text_config
@@ -91,7 +90,7 @@ class Profile:
         draft_greedy, draft_sampled ([`DraftCurve`], *optional*): With argmaxes, and with tokens drawn.
         judge_greedy, judge_sampled (`float`): Seconds that choosing takes for each token of a step, beside the step.
         measured (`bool`): Whether the seconds are a machine's, with its noise, and not given.
-        made (`dict`): Date, command and machine.
+        made (`dict`): Date, sweeps and machine; nothing of curves that are given.
         row_steps (`list[StepCurve]`): Of several rows, by context and rows, increasing; each context is one of
             `steps`. Without any, the time depends on the tokens alone.
     """
@@ -178,10 +177,7 @@ class Profile:
         """Write to a JSON file; an old one stays until the new one is complete."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(self), indent=2) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":

@@ -7,8 +7,7 @@ which tokens are run, so there is no text in this (a mixture of experts is route
 
 How the time depends on rows: B tokens of R rows take what B tokens of one row take and something for every row more,
 since each has keys of its own to be read. So the curve over B, with all the steps in it that a machine's kernels make,
-is measured on one row, and each of 2, 4, 8, ... rows at two places: one token a row, and whole blocks. (64 tokens over
-512 tokens of context took the demo target 140 ms in one row, 163 in 8 and 329 in 64, on one CPU thread.)
+is measured on one row, and each of 2, 4, 8, ... rows at two places: one token a row, and whole blocks.
 """
 
 import copy

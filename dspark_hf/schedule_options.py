@@ -1,5 +1,8 @@
 """What a call and its drafter say about scheduling, in the fields of a `GenerationConfig`."""
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +92,27 @@ class ScheduleOptions:
                 f"`{option}` is {value} but this drafter has no confidence head; set it to {off} on "
                 "`drafter.generation_config` and leave it out of the call."
             )
+
+
+@contextlib.contextmanager
+def drafter_schedule(drafter: Any, schedule: str, threshold: float | None) -> Iterator[None]:
+    """
+    Let every call with a drafter go by a schedule. It stands in the drafter's own defaults meanwhile, because
+    `"constant"` and a threshold of 0.4 count as not given on a call.
+
+    Args:
+        drafter (`DSparkDraftModel`): Its `generation_config` is put back afterwards.
+        schedule (`str`): One of `SCHEDULES`.
+        threshold (`float`, *optional*): `assistant_confidence_threshold`, for `"confidence"`.
+    """
+    own = drafter.generation_config
+    drafter.generation_config = copy.deepcopy(own)
+    drafter.generation_config.num_assistant_tokens_schedule = schedule
+    drafter.generation_config.assistant_confidence_threshold = threshold
+    try:
+        yield
+    finally:
+        drafter.generation_config = own
 
 
 def _is_number(value: Any) -> bool:

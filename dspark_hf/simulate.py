@@ -7,13 +7,13 @@ then the temperatures in its config count, and nothing else of it is read.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bench import check_writable, format_number, read_prompts, write_results
+from .bench import format_number
+from .command_files import check_plot, check_writable, read_prompts, write_results
 from .loading import DEMO, CommandError, Pair, check_source, load_pair, reporting
 
 
@@ -80,18 +80,15 @@ def run(
     recorded = None if blocks is None else _read_blocks(blocks)
     profiles = {} if profile is None else {Path(profile).name: _read_profile(profile)}
 
-    import torch
     from rich.console import Console
 
     from .calibration import scaled_survivals
     from .simulation import Outcomes, gpu_like_profile, simulate_load, threshold_sweep
 
     console = Console()
-    if threads is not None:
-        torch.set_num_threads(threads)
     pair = None
     if recorded is None or not (profiles or gpu_like):
-        pair = load_pair(target, drafter, dtype, device)
+        pair = load_pair(target, drafter, dtype, device, threads)
         console.print(pair.description, highlight=False)
     if not (profiles or gpu_like):
         profiles[MACHINE] = _machine_profile(pair)
@@ -140,13 +137,9 @@ def run(
 
 
 def _check_plot(plot: str | None) -> None:
-    if plot is None:
-        return
-    check_writable("--plot", plot)
-    if Path(plot).expanduser().is_file():
+    check_plot(plot)
+    if plot is not None and Path(plot).expanduser().is_file():
         raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib, which is not here; pip install 'dspark-hf[plots]'")
 
 
 def _read_blocks(path: str) -> Blocks:

@@ -60,6 +60,13 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     monkeypatch.setenv("DSPARK_CACHE", str(folder))
 
 
+@pytest.fixture
+def no_grad():
+    """For files of tests that only decode, which name it in `pytestmark`."""
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_target() -> PreTrainedModel:
     """The six-layer character model that the drafters of most folders were made for, in float32."""

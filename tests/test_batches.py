@@ -19,18 +19,14 @@ from dspark_hf.profiles import DraftCurve, Profile, StepCurve, use_profile
 from dspark_hf.scheduling import HARDWARE_AWARE, SCHEDULES
 
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 DRAFTERS = ("deepspec-vanilla", "deepspec-gated", "deepspec-rnn", "deepspec-nomarkov")
 E_, SPACE, S_, PAD = ord("e") - 31, 1, ord("s") - 31, 95
 MOST_NEW = 14
 
 drafter_of = cache(load_drafter)
 tokenizer = character_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def profile(step_seconds: list[float], draft: float) -> Profile:

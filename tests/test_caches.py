@@ -13,16 +13,10 @@ from transformers.cache_utils import QuantizedLayer
 from dspark_hf.compat import CACHE_NAME
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore::UserWarning")]
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "no_repeat_ngram_size": 2}
 # One whose layers all slide, one with mixed layers, one that goes row by row, one with convolution states.
 FAMILIES = ("mistral", "gemma3_text", "stablelm", "lfm2")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def inputs_of(rows: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,8 @@ from tiny import character_tokenizer
 from transformers import GenerationConfig
 
 from dspark_hf import DSparkDraftModel, calibrate, calibration, cli
-from dspark_hf.blocks import Blocks, record_blocks, write_json
+from dspark_hf.blocks import Blocks, record_blocks
+from dspark_hf.files import write_json
 from dspark_hf.loading import CommandError, Pair
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dspark_hf import bench, cli, demo, loading
+from dspark_hf import bench, cli, command_files, demo, loading
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -81,7 +81,7 @@ def test_bad_prompt_files_name_file_and_line(tmp_path, line, complaint):
     file = tmp_path / "set.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(loading.CommandError, match=complaint) as caught:
-        bench.read_prompts(str(file))
+        command_files.read_prompts(str(file))
     assert str(file) in str(caught.value)
 
 
@@ -89,12 +89,12 @@ def test_prompts_are_read_by_file_and_limited(tmp_path):
     for name in ("b", "a"):
         lines = [json.dumps({"prompt": f"{name}{number}"}) for number in range(3)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n\n")
-    assert bench.read_prompts(str(tmp_path), limit=2) == {"a": ["a0", "a1"], "b": ["b0", "b1"]}
-    assert list(bench.read_prompts(str(tmp_path / "a.jsonl"))) == ["a"]
+    assert command_files.read_prompts(str(tmp_path), limit=2) == {"a": ["a0", "a1"], "b": ["b0", "b1"]}
+    assert list(command_files.read_prompts(str(tmp_path / "a.jsonl"))) == ["a"]
 
 
 def test_bundled_prompts_are_the_default():
-    prompts = bench.read_prompts(None)["school-maths"]
+    prompts = command_files.read_prompts(None)["school-maths"]
     assert len(prompts) >= demo.PROMPTS == 3
 
 

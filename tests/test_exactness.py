@@ -21,6 +21,8 @@ from dspark_hf.scheduling import lengths_by_threshold, survivals
 from dspark_hf.sequences import Sequences
 
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 PROMPT = [1, 2, 3, 0]
 TOLERANCE = 1e-9
 # Less than this is a zero that batches of different sizes round differently.
@@ -199,12 +201,6 @@ def check(found: Distribution, expected: Distribution, walk: Walk) -> None:
     assert math.isclose(math.fsum(found.values()), 1.0, abs_tol=TOLERANCE)
     assert largest_difference(found, expected) < TOLERANCE
     assert len(walk.accepted) > 1, "drafts were all accepted or all rejected: nothing was shown"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 # Heads, families, thresholds

@@ -20,6 +20,7 @@ BOTTOM = (
     "compat",
     "locks",
     "calibration",
+    "files",
 )
 # Modules that only the command line and the package's face may know.
 TOP = (
@@ -34,6 +35,7 @@ TOP = (
     "blocks",
     "calibrate",
     "profile_command",
+    "command_files",
 )
 
 

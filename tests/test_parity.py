@@ -27,6 +27,8 @@ from dspark_hf import DSparkGenerateOutput
 from dspark_hf.compat import CACHE_NAME
 
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TRAINED = ("deepspec-vanilla", "deepspec-gated", "deepspec-rnn", "deepspec-nomarkov", "deepspec-noconf")
 PROMPTS = ("Tom has 5 apples and buys 3 more. How many", "The quick", " A farmer sold\n")
 NEW_TOKENS = 20
@@ -34,12 +36,6 @@ VALUES = 1e-4
 
 drafter_of = cache(load_drafter)
 tokenizer = character_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:

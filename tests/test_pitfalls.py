@@ -27,15 +27,11 @@ from dspark_hf.compat import CACHE_NAME
 from dspark_hf.sampling import Verification
 
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LONG = "Tom has 5 apples and buys 3 more. How many"
 SHORT = "The quick"
 drafter_of = cache(load_drafter)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:

@@ -12,7 +12,7 @@ from conftest import FIXTURES
 from families import decoder, drafter_for, image_reader
 from tiny import character_tokenizer, random_drafter, random_target
 
-from dspark_hf import Profile, cli, measure_profile, profile_command, profiling
+from dspark_hf import Profile, cli, command_files, measure_profile, profile_command, profiling
 from dspark_hf.profiles import DraftCurve, StepCurve, find_profile, profile_key, profile_path
 from dspark_hf.profiling import token_grid
 
@@ -474,7 +474,7 @@ def test_bad_input_to_the_command(capsys, argv, parts):
 
 
 def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(profile_command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command_files.importlib.util, "find_spec", lambda name: None)
     assert "dspark-hf[plots]" in error_of(capsys, "--plot", str(tmp_path / "plot.png"))
 
 

@@ -43,14 +43,10 @@ from dspark_hf.scheduling import (
 from dspark_hf.statistics import Decision
 
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TOLERANCE = 1e-9
 LAGGED = "hardware_aware_lagged"
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 # Four tokens: A, B, C and the drafter's mask

@@ -16,15 +16,12 @@ from transformers import AutoModelForCausalLM, pipeline
 
 
 # What PEFT and torch.ao say about themselves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:torch.ao.quantization"
-)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:torch.ao.quantization"
+    ),
+]
 
 
 @pytest.fixture(params=[1, 3])

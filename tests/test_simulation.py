@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import character_tokenizer, random_drafter
 
-from dspark_hf import cli, simulate
+from dspark_hf import cli, command_files, simulate
 from dspark_hf.blocks import Blocks
 from dspark_hf.loading import CommandError, Pair
 from dspark_hf.profiles import DraftCurve, Profile, StepCurve, profile_key, profile_path
@@ -418,8 +418,8 @@ def test_bad_input_is_one_line(files, capsys, argv, parts):
 
 
 def test_without_matplotlib_plots_are_refused_before_anything_is_done(files, monkeypatch):
-    monkeypatch.setattr(simulate.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CommandError, match=r"--plot needs matplotlib.*dspark-hf\[plots\]"):
+    monkeypatch.setattr(command_files.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CommandError, match=r"--plot .*needs matplotlib.*dspark-hf\[plots\]"):
         simulate._check_plot("plots")
 
 

@@ -25,13 +25,7 @@ NEW_TOKENS = 40
 # The release whose decoders are the table's; in older ones some go row by row, or do not exist.
 NEWEST = Version("5.24.0") <= compat.VERSION
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""What commands read and write: prompts, plots, results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .environment import machine, package_versions
+from .files import write_json
+from .loading import CommandError
+
+
+def read_prompts(source: str | None, limit: int | None = None) -> dict[str, list[str]]:
+    """Prompt sets by name.
+
+    Args:
+        source (`str`, *optional*): a `.jsonl` file, or a folder of them, with the field `prompt` on every line. By
+            default the school-maths prompts that come with the package.
+        limit (`int`, *optional*): how many prompts of each file; by default all.
+
+    Returns:
+        `dict[str, list[str]]`: the prompts of each file under its name without `.jsonl`.
+
+    Raises:
+        `CommandError`: there is no such file, or a line is not a JSON object with a non-empty `prompt`.
+    """
+    path = Path(source).expanduser() if source else Path(__file__).parent / "assets" / "prompts"
+    if not path.exists():
+        raise CommandError(f"--prompts {source!r}: there is no such file or folder; give a .jsonl file or a folder")
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise CommandError(f"--prompts {source!r}: the folder holds no .jsonl file")
+    return {file.stem: _read_prompt_file(file, limit) for file in files}
+
+
+def _read_prompt_file(file: Path, limit: int | None) -> list[str]:
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if limit is not None and len(prompts) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CommandError(f"--prompts: {file}:{number} is not JSON ({error}); give one object a line") from error
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not isinstance(prompt, str) or not prompt:
+            raise CommandError(f"--prompts: {file}:{number} has no text in the field 'prompt'; add it")
+        prompts.append(prompt)
+    if not prompts:
+        raise CommandError(f"--prompts: {file} has no prompts; give at least one line")
+    return prompts
+
+
+def check_writable(argument: str, path: str | None) -> None:
+    """Refuse a file whose folder is not there, before anything is measured."""
+    if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+        raise CommandError(f"{argument} {path!r}: its folder does not exist; create it first")
+
+
+def check_plot(plot: str | None) -> None:
+    """Refuse a plot that could not be drawn or written, before anything is measured."""
+    check_writable("--plot", plot)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(
+            f"--plot {plot!r}: it needs matplotlib, which is not here; pip install 'dspark-hf[plots]' (in a checkout "
+            "'.[plots]'), or leave --plot out"
+        )
+
+
+def write_results(output: str, results: dict[str, Any]) -> None:
+    """Write plain values to a JSON file, behind the command, the machine and the versions they come from."""
+    origin = {"command": ["dspark", *sys.argv[1:]], "machine": machine(), "versions": package_versions()}
+    write_json(Path(output).expanduser(), origin | results)
