@@ -137,9 +137,9 @@ def run(
 
 
 def _check_plot(plot: str | None) -> None:
-    check_plot(plot)
     if plot is not None and Path(plot).expanduser().is_file():
         raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
+    check_plot(plot)
 
 
 def _read_blocks(path: str) -> Blocks:
