@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -31,6 +32,27 @@ _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@dataclass
+class BackbonePass:
+    """
+    Where the tokens of one backbone pass go: the new context of all rows, then the blocks of all rows.
+
+    Attributes:
+        positions (`torch.LongTensor` of shape `(tokens,)`): Their positions in the text.
+        row_index (`torch.LongTensor` of shape `(tokens,)`, *optional*): Their rows; `None` for a single row.
+        slots (`torch.LongTensor` of shape `(tokens,)` or `slice`): Their slots in the layers' buffers.
+        used (`int`): Slots in use afterwards.
+        masks (`dict[str, torch.Tensor | None]`): For each layer type, `(rows, 1, 1 or slots a row, used)`: True where
+            a block's slot sees a key.
+    """
+
+    positions: torch.Tensor
+    row_index: torch.Tensor | None
+    slots: torch.Tensor | slice
+    used: int
+    masks: dict[str, torch.Tensor | None]
+
+
 class DraftContext:
     """
     What a drafter remembers of the rows it drafts for: the context's keys and values of each layer, computed once for
@@ -44,6 +66,7 @@ class DraftContext:
     """
 
     def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128):
+        self.config = config
         self.starts = list(starts)
         self.lengths = [0] * len(self.starts)
         self.layers = [SlotBuffer(len(self.starts), capacity) for _ in range(config.num_hidden_layers)]
@@ -56,16 +79,48 @@ class DraftContext:
             device = None if layer.keys is None else layer.keys.device
             layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
 
+    def plan(self, context_lengths: Sequence[int], block_size: int, device: torch.device) -> BackbonePass:
+        """Lay out a pass that appends `context_lengths` tokens to the rows and runs a block behind each."""
+        held, starts = self.lengths, self.starts
+        totals = [before + new for before, new in zip(held, context_lengths, strict=True)]
+        used = max(totals) + block_size
+        if len(totals) == 1:
+            slots = torch.arange(held[0], used, device=device)
+            row_index, positions, written = None, slots + starts[0], slice(held[0], used)
+        else:
+            token_rows, token_slots = [], []
+            for row, (before, total) in enumerate(zip(held, totals, strict=True)):
+                token_slots.extend(range(before, total))
+                token_rows.extend([row] * (total - before))
+            for row, total in enumerate(totals):
+                token_slots.extend(range(total, total + block_size))
+                token_rows.extend([row] * block_size)
+            row_index, written, row_starts = (
+                torch.tensor(values, device=device) for values in (token_rows, token_slots, starts)
+            )
+            positions = written + row_starts[row_index]
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer_type in set(self.config.layer_types):
+            masks[layer_type] = self._mask(layer_type, totals, used, block_size, device)
+        return BackbonePass(positions, row_index, written, used, masks)
 
-@dataclass
-class _Pass:
-    """Where the tokens of one backbone pass go: the new context of all rows, then the blocks of all rows."""
+    def advance(self, context_lengths: Sequence[int]) -> None:
+        """Remember the tokens that a pass appended; its blocks are forgotten."""
+        self.lengths = [held + new for held, new in zip(self.lengths, context_lengths, strict=True)]
 
-    positions: torch.Tensor  # (tokens,)
-    row_index: torch.Tensor | None  # (tokens,); None for a single row
-    slots: torch.Tensor | slice  # (tokens,)
-    used: int
-    masks: dict[str, torch.Tensor | None]  # layer type -> (rows, 1, 1 or block_size, used)
+    def _mask(
+        self, layer_type: str, totals: Sequence[int], used: int, block_size: int, device: torch.device
+    ) -> torch.Tensor | None:
+        sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
+        if not sliding and min(totals) == max(totals):
+            return None
+        slots = torch.arange(used, device=device)
+        ends = torch.tensor(totals, device=device)[:, None, None, None] + block_size
+        mask = slots < ends
+        if sliding:
+            queries = ends - block_size + torch.arange(block_size, device=device)[:, None]
+            mask = mask & (slots > queries - self.config.sliding_window)
+        return mask
 
 
 @dataclass
@@ -175,7 +230,7 @@ class DSparkAttention(nn.Module):
         context: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         buffer: SlotBuffer,
-        step: _Pass,
+        step: BackbonePass,
     ) -> torch.Tensor:
         rows, block_size, _ = block.shape
         slots = block.flatten(0, 1)  # (rows * block_size, hidden)
@@ -209,7 +264,7 @@ class DSparkMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-class DSparkLayer(nn.Module):
+class DSparkLayer(GradientCheckpointingLayer):
     """One layer of the backbone."""
 
     def __init__(self, config: DSparkConfig, layer_type: str):
@@ -282,6 +337,23 @@ class DSparkMarkovHead(nn.Module):
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
+    def block_features(self, previous: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        [`features`] of whole blocks whose tokens are known, as in training.
+
+        Args:
+            previous (`torch.LongTensor` of shape `(rows, block_size)`): The token before each slot's.
+            hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): The backbone's output.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, block_size, rank)`.
+        """
+        state, features = self.initial_state(hidden_states[:, 0]), []
+        for slot in range(previous.shape[1]):
+            found, state = self.features(previous[:, slot], hidden_states[:, slot], state)
+            features.append(found)
+        return torch.stack(features, dim=1)
+
 
 class DSparkConfidenceHead(nn.Module):
     """Logit of the probability that a slot's token is accepted, given that all before it were (Eq. 7)."""
@@ -311,7 +383,7 @@ class DSparkDraftModel(PreTrainedModel):
     config_class = DSparkConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkLayer"]
     _supports_sdpa = True
     # What `dspark_hf` looks for on an assistant, wrapped, compiled or loaded as remote code as it may be.
@@ -366,7 +438,7 @@ class DSparkDraftModel(PreTrainedModel):
         if self.embed_tokens is None and target_embedding is None:
             raise ValueError("This drafter has no embedding of its own; pass `target_embedding`, the target's.")
         embedding = self.embed_tokens if self.embed_tokens is not None else target_embedding
-        embeds = _call_module(embedding, token_ids)
+        embeds = call_module(embedding, token_ids)
         # A wrapper such as Gemma's has multiplied by a scale already, which the drafter's replaces. Both are rounded
         # to the embeddings' dtype, as Gemma does, so equal scales leave the wrapper's output untouched.
         applied = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
@@ -395,7 +467,7 @@ class DSparkDraftModel(PreTrainedModel):
         if self.lm_head is None and target_lm_head is None:
             raise ValueError("This drafter has no head of its own; pass `target_lm_head`, the target's.")
         head = self.lm_head if self.lm_head is not None else target_lm_head
-        logits = _call_module(head, hidden_states).to(hidden_states.device)
+        logits = call_module(head, hidden_states).to(hidden_states.device)
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
@@ -406,7 +478,8 @@ class DSparkDraftModel(PreTrainedModel):
         context_hidden_states: torch.Tensor,
         context_lengths: Sequence[int],
         context: DraftContext,
-    ) -> torch.Tensor:
+        objective: Callable[[torch.Tensor], Any] | None = None,
+    ) -> Any:
         """
         One pass of the parallel backbone: append the new context's keys and values, then run the blocks over it.
 
@@ -418,6 +491,8 @@ class DSparkDraftModel(PreTrainedModel):
             context_lengths (`Sequence[int]`): How many of them belong to each row.
             context ([`DraftContext`]): The rows' remembered context. Afterwards it holds every position strictly
                 before the rows' anchors.
+            objective (`Callable`, *optional*): Called with the output; what it returns is returned instead. Training
+                computes its loss in here, so that wrappers (DDP, FSDP) see the heads at work inside `forward`.
 
         Returns:
             `torch.Tensor` of shape `(rows, block_size, hidden_size)`: normed output h_k of each slot.
@@ -427,13 +502,14 @@ class DSparkDraftModel(PreTrainedModel):
         assert sum(context_lengths) == len(context_hidden_states)
         block_size = noise_embeds.shape[1]
         features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
-        step = self._plan(context, context_lengths, block_size, noise_embeds.device)
+        step = context.plan(context_lengths, block_size, noise_embeds.device)
         rotary = self.rotary(step.positions, noise_embeds.dtype)
         block = noise_embeds
         for layer, buffer in zip(self.layers, context.layers, strict=True):
             block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
-        context.lengths = [held + new for held, new in zip(context.lengths, context_lengths, strict=True)]
-        return self.norm(block)
+        context.advance(context_lengths)
+        hidden_states = self.norm(block)
+        return hidden_states if objective is None else objective(hidden_states)
 
     def draft(
         self,
@@ -472,11 +548,22 @@ class DSparkDraftModel(PreTrainedModel):
             previous = select(slot, logits)
             tokens.append(previous)
         tokens = torch.stack(tokens, dim=1)
-        return DraftOutput(tokens, self._confidence_logits(hidden_states, anchors, tokens))
+        return DraftOutput(tokens, self.confidence_logits(hidden_states, anchors, tokens))
 
-    def _confidence_logits(
+    def confidence_logits(
         self, hidden_states: torch.Tensor, anchors: torch.LongTensor, tokens: torch.LongTensor
     ) -> torch.Tensor | None:
+        """
+        The confidence head's output for whole blocks (Eq. 7).
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): Output of the backbone.
+            anchors (`torch.LongTensor` of shape `(rows,)`): The token each block starts from.
+            tokens (`torch.LongTensor` of shape `(rows, block_size)`): The block's tokens; the last one is not read.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, block_size)`, or `None` without a confidence head.
+        """
         if self.confidence_head is None:
             return None
         embeds = None
@@ -484,46 +571,6 @@ class DSparkDraftModel(PreTrainedModel):
             # Slot k reads the token before it, so everything in its confidence is known before token k is drawn.
             embeds = self.markov_head.markov_w1(torch.cat([anchors[:, None], tokens[:, :-1]], dim=1))
         return self.confidence_head(hidden_states, embeds)
-
-    def _plan(
-        self, context: DraftContext, context_lengths: Sequence[int], block_size: int, device: torch.device
-    ) -> _Pass:
-        held, starts = context.lengths, context.starts
-        totals = [before + new for before, new in zip(held, context_lengths, strict=True)]
-        used = max(totals) + block_size
-        if len(totals) == 1:
-            slots = torch.arange(held[0], used, device=device)
-            row_index, positions, written = None, slots + starts[0], slice(held[0], used)
-        else:
-            token_rows, token_slots = [], []
-            for row, (before, total) in enumerate(zip(held, totals, strict=True)):
-                token_slots.extend(range(before, total))
-                token_rows.extend([row] * (total - before))
-            for row, total in enumerate(totals):
-                token_slots.extend(range(total, total + block_size))
-                token_rows.extend([row] * block_size)
-            row_index, written, row_starts = (
-                torch.tensor(values, device=device) for values in (token_rows, token_slots, starts)
-            )
-            positions = written + row_starts[row_index]
-        masks: dict[str, torch.Tensor | None] = {}
-        for layer_type in set(self.config.layer_types):
-            masks[layer_type] = self._mask(layer_type, totals, used, block_size, device)
-        return _Pass(positions, row_index, written, used, masks)
-
-    def _mask(
-        self, layer_type: str, totals: Sequence[int], used: int, block_size: int, device: torch.device
-    ) -> torch.Tensor | None:
-        sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
-        if not sliding and min(totals) == max(totals):
-            return None
-        slots = torch.arange(used, device=device)
-        ends = torch.tensor(totals, device=device)[:, None, None, None] + block_size
-        mask = slots < ends
-        if sliding:
-            queries = ends - block_size + torch.arange(block_size, device=device)[:, None]
-            mask = mask & (slots > queries - self.config.sliding_window)
-        return mask
 
     # What transformers asks of a model
 
@@ -603,7 +650,7 @@ class DSparkDraftModel(PreTrainedModel):
         return (model, info) if want_info else model
 
 
-def _call_module(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def call_module(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """
     Call an embedding or a head, the drafter's own or the target's, on inputs of the drafter's: wherever its weights
     are, in whatever dtype, quantised or not.

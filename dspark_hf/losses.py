@@ -1,0 +1,265 @@
+"""The training objective (Eq. 11 to 14): what a drafter's blocks lose against the target, a few slots at a time.
+
+Everything as wide as the vocabulary is made for a few slots at a time, and its gradients with it: the memory is that
+of one chunk, whatever the batch, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .modeling import DSparkDraftModel
+from .teacher import Teacher
+from .training_blocks import TrainingBlocks
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """
+    How the parts of the loss are weighed.
+
+    Attributes:
+        cross_entropy, total_variation, confidence (`float`): Of Eq. 14, at least 0.
+        decay (`float`): gamma of the position weights `exp(-(k - 1) / gamma)`, above 0.
+
+    Source: DSpark Eq. 14; "default weights 0.1, 0.9, 1.0".
+    """
+
+    cross_entropy: float = 0.1
+    total_variation: float = 0.9
+    confidence: float = 1.0
+    decay: float = 7.0
+
+    def by_position(self, block_size: int, device: torch.device | None = None) -> torch.Tensor:
+        """Position weights w_k, `torch.Tensor` of shape `(block_size,)` in (0, 1]."""
+        return torch.exp(-torch.arange(block_size, device=device) / self.decay)
+
+
+@dataclass(frozen=True)
+class BlockLosses:
+    """
+    What a batch of blocks lost. Means are weighted by position; they are taken over `weight`.
+
+    Attributes:
+        loss (`torch.Tensor`): Eq. 14, with a gradient.
+        cross_entropy, total_variation, confidence (`torch.Tensor`): Its parts, each unweighted; without gradients.
+        weight (`float`): Sum of the position weights of the slots that counted.
+        accept_prob (`torch.Tensor` of shape `(blocks, block_size)`): 1 - half the L1 distance of drafter and target
+            (Eq. 8); NaN at slots that are not supervised.
+    """
+
+    loss: torch.Tensor
+    cross_entropy: torch.Tensor
+    total_variation: torch.Tensor
+    confidence: torch.Tensor
+    weight: float
+    accept_prob: torch.Tensor
+
+
+def block_losses(
+    drafter: DSparkDraftModel,
+    hidden_states: torch.Tensor,
+    blocks: TrainingBlocks,
+    teacher: Teacher,
+    last_hidden_states: torch.Tensor,
+    weights: LossWeights,
+    total_weight: float | None = None,
+    chunk_slots: int = 256,
+) -> BlockLosses:
+    """
+    The loss of the blocks of a batch of texts.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): Its heads are applied.
+        hidden_states (`torch.Tensor` of shape `(rows, blocks * slots, hidden_size)`): Output of the backbone.
+        blocks ([`TrainingBlocks`]): Of the same rows.
+        teacher ([`Teacher`]): The target.
+        last_hidden_states (`torch.Tensor` of shape `(rows, length, hidden_size)`): The target's.
+        weights ([`LossWeights`]): Of the parts and positions.
+        total_weight (`float`, *optional*): What the sums are divided by. Defaults to this batch's own `weight`;
+            several processes hand in what makes their mean that of the whole batch.
+        chunk_slots (`int`, *optional*): Slots whose distributions exist at a time.
+
+    Source: DSpark Eq. 11 to 14.
+    """
+    device, config = hidden_states.device, drafter.config
+    rows, count = blocks.anchors.shape
+    size = config.block_size
+    hidden_states = hidden_states.view(rows, count, -1, hidden_states.shape[-1])[:, :, -size:]
+    chosen = blocks.supervised[..., 0].to(device)
+    supervised = blocks.supervised.to(device)[chosen]  # (blocks, size)
+    position_weights = weights.by_position(size, device).expand_as(supervised)[supervised]
+    weight = position_weights.sum().item()
+    if weight == 0:
+        nothing = hidden_states.sum() * 0 + sum(parameter.sum() * 0 for parameter in _heads(drafter))
+        return BlockLosses(nothing, *[nothing.detach()] * 3, 0.0, hidden_states.new_empty(0, size))
+    position_weights = position_weights / (total_weight or weight)
+    hidden_states = hidden_states[chosen]
+    previous, labels = blocks.previous.to(device)[chosen], blocks.labels.to(device)[chosen]
+    features = drafter.markov_head.block_features(previous, hidden_states) if drafter.markov_head is not None else None
+
+    # Slot k stands at the position before the token it predicts; slots of one position share the target's word.
+    starts = blocks.anchors.to(device)[chosen][:, None] + torch.arange(size, device=device)
+    text = torch.arange(rows, device=device)[:, None].expand(rows, count)[chosen][:, None]
+    places = (text * last_hidden_states.shape[1] + starts)[supervised]
+    order = places.argsort(stable=True)
+    plan = _Plan(
+        base=lambda states: drafter.base_logits(states, teacher.head),
+        correction=None if drafter.markov_head is None else drafter.markov_head.markov_w2,
+        teacher=lambda found: teacher.logits(last_hidden_states.flatten(0, 1)[found.to(last_hidden_states.device)]),
+        places=places[order],
+        labels=labels[supervised][order],
+        weights=position_weights[order],
+        alphas=(weights.cross_entropy, weights.total_variation),
+        chunk_slots=chunk_slots,
+        parameters=[parameter for parameter in _vocabulary_heads(drafter) if parameter.requires_grad],
+        differentiate=torch.is_grad_enabled(),
+    )
+    loss, cross_entropy, distance, accept = _VocabularyLoss.apply(
+        plan,
+        hidden_states[supervised][order],
+        None if features is None else features[supervised][order],
+        *plan.parameters,
+    )
+    accepted = torch.empty_like(accept)
+    accepted[order] = accept
+    confidence = loss.new_zeros(())
+    if config.enable_confidence_head:
+        logits = drafter.confidence_logits(hidden_states, previous[:, 0], labels)[supervised].float()
+        each = nn.functional.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+        confidence = (each * position_weights).sum()
+        loss = loss + weights.confidence * confidence
+    accept_prob = torch.full(supervised.shape, math.nan, device=device)
+    accept_prob[supervised] = accepted
+    return BlockLosses(loss, cross_entropy, distance, confidence.detach(), weight, accept_prob)
+
+
+def _vocabulary_heads(drafter: DSparkDraftModel) -> list[nn.Parameter]:
+    """Parameters of the modules whose outputs are as wide as the vocabulary."""
+    modules = [drafter.lm_head, None if drafter.markov_head is None else drafter.markov_head.markov_w2]
+    return [parameter for module in modules if module is not None for parameter in module.parameters()]
+
+
+def _heads(drafter: DSparkDraftModel) -> list[nn.Parameter]:
+    modules = [drafter.lm_head, drafter.markov_head, drafter.confidence_head]
+    return [parameter for module in modules if module is not None for parameter in module.parameters()]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The slots of a batch in the order of their places in the texts, and what is applied to them."""
+
+    base: Callable[[torch.Tensor], torch.Tensor]
+    correction: nn.Module | None
+    teacher: Callable[[torch.Tensor], torch.Tensor]
+    places: torch.LongTensor  # (slots,)
+    labels: torch.LongTensor  # (slots,)
+    weights: torch.Tensor  # (slots,)
+    alphas: tuple[float, float]
+    chunk_slots: int
+    parameters: list[nn.Parameter]
+    differentiate: bool
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """
+    Cross-entropy and total variation over the slots of a batch: their weighted sum with a gradient, then each alone
+    and the acceptance probability of each slot without.
+
+    The gradients are made in the forward pass, chunk by chunk, while the distributions are there.
+    """
+
+    @staticmethod
+    def forward(ctx, plan: _Plan, hidden_states: torch.Tensor, features: torch.Tensor | None, *parameters):
+        wanted = [hidden_states, *([] if features is None else [features]), *parameters]
+        gradients = [torch.zeros_like(tensor) for tensor in wanted] if plan.differentiate else []
+        slots = len(plan.places)
+        sums = hidden_states.new_zeros(2, dtype=torch.float32)
+        accept = hidden_states.new_empty(slots, dtype=torch.float32)
+        for begin in range(0, slots, plan.chunk_slots):
+            part = slice(begin, begin + plan.chunk_slots)
+            with torch.set_grad_enabled(plan.differentiate):
+                states = hidden_states[part].detach().requires_grad_(plan.differentiate)
+                inputs = [states]
+                logits = plan.base(states)
+                if features is not None:
+                    inputs.append(features[part].detach().requires_grad_(plan.differentiate))
+                    logits = logits.float() + plan.correction(inputs[1]).float()
+            found = plan.places[part]
+            places, which = found.unique_consecutive(return_inverse=True)
+            target_probs = plan.teacher(places).to(logits.device).float().softmax(dim=-1)
+            losses, accept[part], gradient = slot_losses(
+                logits.detach(), target_probs, which, plan.labels[part], plan.weights[part], plan.alphas,
+                plan.differentiate,
+            )  # fmt: skip
+            sums += losses
+            if plan.differentiate:
+                pieces = torch.autograd.grad(logits, [*inputs, *parameters], gradient.to(logits.dtype))
+                for position, piece in enumerate(pieces):
+                    if position < len(inputs):
+                        gradients[position][part] = piece
+                    else:
+                        gradients[position] += piece
+        ctx.save_for_backward(*gradients)
+        ctx.has_features = features is not None
+        cross_entropy, distance = sums
+        loss = plan.alphas[0] * cross_entropy + plan.alphas[1] * distance
+        ctx.mark_non_differentiable(cross_entropy, distance, accept)
+        return loss, cross_entropy, distance, accept
+
+    @staticmethod
+    def backward(ctx, outer: torch.Tensor, *unused):
+        gradients = [gradient * outer.to(gradient.dtype) for gradient in ctx.saved_tensors]
+        if not ctx.has_features:
+            gradients.insert(1, None)
+        return None, *gradients
+
+
+def slot_losses(
+    logits: torch.Tensor,
+    target_probs: torch.Tensor,
+    which: torch.LongTensor,
+    labels: torch.LongTensor,
+    weights: torch.Tensor,
+    alphas: tuple[float, float],
+    differentiate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """
+    Cross-entropy and total variation of some slots, and the gradient of their weighted sum.
+
+    Args:
+        logits (`torch.Tensor` of shape `(slots, vocab_size)`): The drafter's.
+        target_probs (`torch.Tensor` of shape `(places, vocab_size)`): The target's distributions.
+        which (`torch.LongTensor` of shape `(slots,)`): The place of each slot.
+        labels (`torch.LongTensor` of shape `(slots,)`): The tokens to predict.
+        weights (`torch.Tensor` of shape `(slots,)`): Of the slots.
+        alphas (`tuple[float, float]`): Of cross-entropy and L1 distance.
+        differentiate (`bool`): Whether a gradient is wanted.
+
+    Returns:
+        The two weighted sums, `torch.Tensor` of shape `(2,)`; the acceptance probability of each slot, `(slots,)`; the
+        gradient with respect to the logits, `(slots, vocab_size)`, or `None`.
+
+    Source: DSpark Eq. 8, 11 and 12.
+    """
+    log_sums = logits.float().logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, labels[:, None]).float()
+    probs = torch.exp(logits.float() - log_sums)
+    difference = probs - target_probs[which]
+    distance = difference.abs().sum(dim=-1)
+    cross_entropy = (log_sums - own)[:, 0]
+    losses = torch.stack([(cross_entropy * weights).sum(), (distance * weights).sum()])
+    accept = (1 - distance / 2).clamp(0, 1)
+    if not differentiate:
+        return losses, accept, None
+    sign = difference.sign_()
+    mean = torch.linalg.vecdot(sign, probs)[:, None]
+    scale = weights[:, None]
+    gradient = sign.sub_(mean).mul_(alphas[1]).add_(alphas[0]).mul_(probs).mul_(scale)
+    gradient.scatter_add_(1, labels[:, None], -alphas[0] * scale)
+    return losses, accept, gradient
