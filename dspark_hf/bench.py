@@ -174,7 +174,7 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
     config, device = drafter.config, drafter.device
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     width = len(config.target_layer_ids) * config.target_hidden_size
-    block = torch.full((1, config.block_size), config.mask_token_id, device=device)
+    block = drafter.block_tokens(torch.full((1,), config.mask_token_id, device=device))
     context = DraftContext(config, [0], capacity=2 * context_length)
     times = []
     with torch.no_grad():

@@ -368,7 +368,7 @@ def write_temperatures(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
     sampling temperatures stay, those of the same are replaced.
 
     Args:
-        folder (`Path`): A checkpoint folder, of this library's format or DeepSpec's.
+        folder (`Path`): A checkpoint folder, of any format that can be read.
         entries (`Sequence[dict]`): See `confidence_temperatures` of [`DSparkConfig`].
     """
     path = folder / "config.json"

@@ -17,6 +17,11 @@ from .synthetic import SyntheticAcceptance
 from .target_outputs import text_config
 
 
+# Score of a token outside a reduced vocabulary: its probability is 0 beside any that the drafter gave a score, and it
+# is far enough from -inf that penalties and temperatures leave it finite.
+_UNLIKELY = -1e6
+
+
 @dataclass
 class Candidates:
     """
@@ -27,6 +32,8 @@ class Candidates:
         choice ([`Choice`]): How many of each row's are worth sending to the target.
         draft_probs (`torch.Tensor` of shape `(rows, slots, vocab_size)`, *optional*): What the tokens were drawn
             from, in float32 or better; `None` for greedy drafts.
+        draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): The tokens that the last dimension
+            of `draft_probs` stands for, if it is shorter than the vocabulary.
         survivals, confidence_logits (`list[list[float]]`, *optional*): For each row those of its slots, if they are
             known here.
         synthetic (`torch.Tensor` of shape `(rows, slots)`, *optional*): Probabilities by which the drafts are to be
@@ -39,6 +46,7 @@ class Candidates:
     survivals: list[list[float]] | None = None
     confidence_logits: list[list[float]] | None = None
     synthetic: torch.Tensor | None = None
+    draft_ids: torch.LongTensor | None = None
 
     @property
     def verify_lengths(self) -> list[int]:
@@ -93,7 +101,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
         self.context = DraftContext(config, starts)
         self.pending: list[list[torch.Tensor]] = [[] for _ in starts]
-        self.masks = torch.full((len(starts), self.block_size), config.mask_token_id, device=self.device)
 
     def observe(self, taps: torch.Tensor, counts: Sequence[int]) -> None:
         """
@@ -122,8 +129,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         home = sequences.tokens.device
         anchors = sequences.anchors(rows).to(self.device)
-        block = self.masks[: len(rows)].clone()
-        block[:, 0] = anchors
+        block = self.drafter.block_tokens(anchors)
         counts = [sum(map(len, pieces)) for pieces in self.pending]
         pieces = [piece for pieces in self.pending for piece in pieces]
         if pieces:
@@ -140,11 +146,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
             )
         self.pending = [[] for _ in rows]
         drawn_from: list[torch.Tensor] = []
+        # Drafts of a reduced vocabulary are chosen among its tokens, unless a processor has a say about others too.
+        reduced = self.drafter.d2t is not None
+        ids = self.drafter.d2t.to(home) if reduced else None
+        widened = reduced and self.processors.names_tokens
 
         def select(slot: int, logits: torch.Tensor) -> torch.LongTensor:
             scores = logits.to(home)
             if self.processors:
                 scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+                if widened:
+                    scores = _widened(scores, ids, self.drafter.config.vocab_size)
                 prefixes = ()
                 if self.processors.reads_tokens:
                     prefixes = [(row, sequences.prefix(row, slot), slot) for row in rows]
@@ -154,6 +166,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 tokens = self._draw(drawn_from[-1])
             else:
                 tokens = sampling.most_likely(scores)
+            if reduced and not widened:
+                tokens = ids[tokens]
             if self.processors.reads_tokens:
                 sequences.put(rows, tokens[:, None], at=slot)
             return tokens.to(self.device)
@@ -179,6 +193,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             survivals=known,
             confidence_logits=logits,
             synthetic=synthetic,
+            draft_ids=ids if self.do_sample and not widened else None,
         )
 
     def _draw(self, probs: torch.Tensor) -> torch.LongTensor:
@@ -197,6 +212,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Drop all rows but those whose indices, among the current ones, are given."""
         self.context.keep_rows(keep)
         self.pending = [self.pending[index] for index in keep]
+
+
+def _widened(scores: torch.Tensor, ids: torch.LongTensor, vocab_size: int) -> torch.Tensor:
+    """
+    Scores of a reduced vocabulary among those of all tokens. The others are as good as impossible but not quite: a
+    processor that allows none of the drafter's tokens (a grammar, a forced token) leaves scores to draft from.
+    """
+    return scores.new_full((len(scores), vocab_size), _UNLIKELY).index_copy_(1, ids, scores)
 
 
 def check_fits(drafter, target: PreTrainedModel) -> None:
@@ -218,11 +241,17 @@ def check_fits(drafter, target: PreTrainedModel) -> None:
         ("hidden_size", wanted.hidden_size, "target_hidden_size"),
     ):
         expected = getattr(config, field)
-        if expected != found:
+        if expected is not None and expected != found:
             raise ValueError(
                 f"The drafter was made for a target with {name} {expected} (its `{field}`), but "
                 f"{type(target).__name__} has {found}. Load the drafter that belongs to this target."
             )
+    if (last := config.target_layer_ids[-1]) > wanted.num_hidden_layers - 2:
+        raise ValueError(
+            f"The drafter reads layer {last} (its `target_layer_ids`), but {type(target).__name__} has only "
+            f"{wanted.num_hidden_layers} layers, and the last one's output only after its norm. Load the drafter that "
+            "belongs to this target."
+        )
     for kind, owned, module, width in (
         ("embedding", config.owns_embedding, target.get_input_embeddings(), "embedding_dim"),
         ("head", config.owns_lm_head, target.get_output_embeddings(), "in_features"),

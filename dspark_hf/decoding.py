@@ -412,13 +412,13 @@ class _Run:
         """Accept or reject."""
         if candidates is None:
             none = self.sequences.tokens.new_zeros(len(lengths), 0)
-            verification, synthetic = Verification(none, lengths), None
+            verification, synthetic, draft_ids = Verification(none, lengths), None, None
             draft_probs = scores.new_zeros(len(lengths), 0, scores.shape[-1])
         else:
             verification, synthetic = Verification(candidates.tokens, lengths), candidates.synthetic
-            draft_probs = candidates.draft_probs
+            draft_probs, draft_ids = candidates.draft_probs, candidates.draft_ids
         if self.do_sample:
-            return verification.sampled(sampling.probabilities(scores), draft_probs, synthetic)
+            return verification.sampled(sampling.probabilities(scores), draft_probs, synthetic, draft_ids)
         return verification.greedy(scores, synthetic)
 
     def _append(

@@ -27,6 +27,8 @@ _READ_ONLY_SCORES = (
     host.TopPLogitsWarper,
     host.TypicalLogitsWarper,
 )
+# These do not care which token a score belongs to, so they can be given the scores of some tokens only.
+_BLIND_TO_TOKENS = tuple(kind for kind in _READ_ONLY_SCORES if kind is not host.SuppressTokensLogitsProcessor)
 # These keep a state that cannot be taken back when a draft is rejected.
 _CANNOT_ROLL_BACK = (
     host.ClassifierFreeGuidanceLogitsProcessor,
@@ -82,6 +84,11 @@ class ProcessorChain:
         """Whether any of them reads the tokens before a position; otherwise the prefixes can be left out."""
         return any(type(processor) not in _READ_ONLY_SCORES for processor in self.processors)
 
+    @property
+    def names_tokens(self) -> bool:
+        """Whether any of them tells tokens apart by their ids; otherwise scores of a few tokens can be processed."""
+        return any(type(processor) not in _BLIND_TO_TOKENS for processor in self.processors)
+
     def __call__(
         self, prefixes: Sequence[tuple[int, torch.LongTensor, int]], scores: torch.Tensor, record: bool = False
     ) -> torch.Tensor:
@@ -91,7 +98,8 @@ class ProcessorChain:
         Args:
             prefixes (`Sequence[tuple[int, torch.LongTensor, int]]`): For each position its row, the tokens before it,
                 of shape `(1, length)`, and how many of these are drafts. May be empty if none is read.
-            scores (`torch.Tensor` of shape `(positions, vocab_size)`): Overwritten or not, as the processors do.
+            scores (`torch.Tensor` of shape `(positions, vocab_size)`): Overwritten or not, as the processors do; of
+                some tokens only, if no processor `names_tokens`.
             record (`bool`): Whether to remember the state after each position, for [`ProcessorChain.commit`].
 
         Returns:

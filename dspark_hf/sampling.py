@@ -114,7 +114,11 @@ class Verification:
         return self._verdict(accepts, lambda accepted: choices.gather(1, accepted[:, None]).squeeze(1))
 
     def sampled(
-        self, target_probs: torch.Tensor, draft_probs: torch.Tensor, synthetic: torch.Tensor | None = None
+        self,
+        target_probs: torch.Tensor,
+        draft_probs: torch.Tensor,
+        synthetic: torch.Tensor | None = None,
+        draft_ids: torch.LongTensor | None = None,
     ) -> Verdict:
         """
         Rejection sampling: accept draft x with probability min(1, target_probs(x) / draft_probs(x)); at the first
@@ -126,12 +130,15 @@ class Verification:
                 were drawn from.
             synthetic (`torch.Tensor` of shape `(rows, block_size)`, *optional*): Accept each draft with this
                 probability instead, right or wrong.
+            draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): The tokens, increasing, that
+                the last dimension of `draft_probs` stands for; all others have draft probability 0.
 
         Source: DSpark, "Speculative Decoding: Draft, Then Verify"; Leviathan et al. 2023, Algorithm 1.
         """
         longest = self.drafts.shape[1]
         of_target = target_probs[self.index[:, :longest], self.drafts]
-        of_drafter = draft_probs[:, :longest].gather(2, self.drafts[..., None]).squeeze(2)
+        places = self.drafts if draft_ids is None else torch.searchsorted(draft_ids, self.drafts.contiguous())
+        of_drafter = draft_probs[:, :longest].gather(2, places[..., None]).squeeze(2)
         accept_probs = (of_target / of_drafter).clamp(max=1.0)
         if synthetic is not None:
             accept_probs = synthetic[:, :longest].to(accept_probs)
@@ -143,6 +150,8 @@ class Verification:
                 return draw_tokens(probs)
             rows = torch.arange(len(accepted), device=accepted.device)
             of_rejected = draft_probs[rows, accepted.clamp(max=longest - 1)]
+            if draft_ids is not None:
+                of_rejected = torch.zeros_like(probs).index_copy_(1, draft_ids, of_rejected.to(probs.dtype))
             rejected = (accepted < self.lengths)[:, None]
             return draw_tokens(torch.where(rejected, residual(probs, of_rejected), probs))
 

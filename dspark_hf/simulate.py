@@ -185,11 +185,12 @@ def _temperatures(drafter: str | None, recorded: Blocks) -> list[float]:
     from .demo_target import demo_drafter_folder
     from .modeling import DSparkConfig
     from .modeling.checkpoint_formats import find_reader
+    from .modeling.checkpoint_loading import make_config, read_raw_config
 
     check_source("--drafter", drafter)
     with reporting(f"--drafter {drafter!r}"):
-        raw, _ = DSparkConfig.get_config_dict(demo_drafter_folder() if drafter == DEMO else drafter)
-        config = DSparkConfig(**find_reader(raw)(raw, set()))
+        raw = read_raw_config(demo_drafter_folder() if drafter == DEMO else drafter, {})
+        config = make_config(DSparkConfig, find_reader(raw)(raw, set()).fields, ())
         config.validate_drafter()
     if config.block_size != block_size:
         raise CommandError(

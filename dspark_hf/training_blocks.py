@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .modeling import DSparkConfig
-from .modeling.modeling_dspark import BackbonePass
+from .modeling.modeling_dspark import BackbonePass, visible
 
 
 @dataclass(frozen=True)
@@ -153,25 +153,29 @@ class PackedContext:
         self.config, self.anchors, self.length = config, anchors, length
         self.layers = [_PackedKeys(len(anchors), length) for _ in range(config.num_hidden_layers)]
 
-    def plan(self, context_lengths: Sequence[int], block_size: int, device: torch.device) -> BackbonePass:
-        """Lay out the pass; `block_size` is the number of slots of all blocks of a row."""
+    def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
+        """Lay out the pass; `block_slots` is the number of slots of all blocks of a row."""
         rows, blocks = self.anchors.shape
-        slots = block_size // blocks
         anchors = self.anchors.to(device)
-        context = torch.arange(self.length, device=device)
-        queries = (anchors[..., None] + torch.arange(slots, device=device)).flatten(1)  # (rows, blocks * slots)
-        positions = torch.cat([context.expand(rows, -1).flatten(), queries.flatten()])
-        before = context < anchors.repeat_interleave(slots, dim=1)[..., None]  # (rows, queries, length)
-        block = torch.arange(blocks, device=device).repeat_interleave(slots)
+        context = torch.arange(self.length, device=device).expand(rows, -1)
+        slots = anchors[..., None] + torch.arange(self.config.block_slots, device=device)
+        queries = slots.flatten(1)[..., None]  # (rows, blocks * slots, 1)
+        anchors = anchors.repeat_interleave(self.config.block_slots, dim=1)[..., None]
+        block = torch.arange(blocks, device=device).repeat_interleave(self.config.block_slots)
         own = (block[:, None] == block).expand(rows, -1, -1)
-        masks = {}
-        for layer_type in set(self.config.layer_types):
-            mask = torch.cat([before, own], dim=-1)
-            if layer_type == "sliding_attention":
-                keys = torch.cat([context.expand(rows, -1), queries], dim=1)
-                mask &= keys[:, None, :] > queries[..., None] - self.config.sliding_window
-            masks[layer_type] = mask[:, None]
-        return BackbonePass(positions, None, slice(0, 0), self.length + block_size, masks)
+        allowed = torch.cat([context[:, None, :] < anchors, own], dim=-1)
+        keys = torch.cat([context, slots.flatten(1)], dim=1)[:, None, :]
+        masks = {
+            layer_type: (allowed & visible(self.config, layer_type, keys, queries, anchors))[:, None]
+            for layer_type in set(self.config.layer_types)
+        }
+        positions = torch.cat([context.flatten(), slots.flatten()])
+        return BackbonePass(positions, None, slice(0, 0), self.length + block_slots, masks)
+
+    def drafts(self, block: torch.Tensor) -> torch.Tensor:
+        """The slots of each row's blocks, in the second dimension, that are drafts."""
+        by_block = block.unflatten(1, (-1, self.config.block_slots))
+        return by_block[:, :, self.config.block_slots - self.config.block_size :].flatten(1, 2)
 
     def advance(self, context_lengths: Sequence[int]) -> None:
         """Nothing is remembered: every pass has a context of its own."""

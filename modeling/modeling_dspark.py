@@ -4,7 +4,6 @@ sequential head that ties the block's tokens together and a confidence head that
 """
 
 import copy
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,24 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .attention import grouped_attention
+from .borrowing import HeadRows, call_module
 from .checkpoint_formats import find_reader
+from .checkpoint_loading import (
+    HUB_ARGUMENTS,
+    check_draft_ids,
+    check_loaded,
+    check_tensors,
+    converted_weights,
+    find_file,
+    make_config,
+    read_raw_config,
+    tensor_shapes,
+    weight_files,
+)
 from .configuration_dspark import DSparkConfig
+from .format_fields import Reading
 from .slot_buffer import SlotBuffer
-
-
-# Arguments of `from_pretrained` that say where the files are.
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-# Dtypes a module that is not quantised computes in.
-_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass
@@ -51,6 +57,27 @@ class BackbonePass:
     slots: torch.Tensor | slice
     used: int
     masks: dict[str, torch.Tensor | None]
+
+
+def visible(
+    config: DSparkConfig, layer_type: str, keys: torch.Tensor, queries: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """
+    Which keys a layer lets the slots of a block see, of the context before the anchor and the block itself.
+
+    Args:
+        config ([`DSparkConfig`]): Of the drafter.
+        layer_type (`str`): The layer's.
+        keys, queries, anchors (`torch.Tensor`, shapes that broadcast): Positions.
+
+    Returns:
+        `torch.BoolTensor`: Of the shape they broadcast to.
+    """
+    mask = keys <= queries if layer_type in config.causal_layer_types else keys < anchors + config.block_slots
+    if layer_type == "sliding_attention":
+        first = anchors if config.window_from_anchor else queries + 1
+        mask = mask & (keys >= first - config.sliding_window)
+    return mask
 
 
 class DraftContext:
@@ -79,11 +106,11 @@ class DraftContext:
             device = None if layer.keys is None else layer.keys.device
             layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
 
-    def plan(self, context_lengths: Sequence[int], block_size: int, device: torch.device) -> BackbonePass:
+    def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
         """Lay out a pass that appends `context_lengths` tokens to the rows and runs a block behind each."""
         held, starts = self.lengths, self.starts
         totals = [before + new for before, new in zip(held, context_lengths, strict=True)]
-        used = max(totals) + block_size
+        used = max(totals) + block_slots
         if len(totals) == 1:
             slots = torch.arange(held[0], used, device=device)
             row_index, positions, written = None, slots + starts[0], slice(held[0], used)
@@ -93,34 +120,38 @@ class DraftContext:
                 token_slots.extend(range(before, total))
                 token_rows.extend([row] * (total - before))
             for row, total in enumerate(totals):
-                token_slots.extend(range(total, total + block_size))
-                token_rows.extend([row] * block_size)
+                token_slots.extend(range(total, total + block_slots))
+                token_rows.extend([row] * block_slots)
             row_index, written, row_starts = (
                 torch.tensor(values, device=device) for values in (token_rows, token_slots, starts)
             )
             positions = written + row_starts[row_index]
         masks: dict[str, torch.Tensor | None] = {}
         for layer_type in set(self.config.layer_types):
-            masks[layer_type] = self._mask(layer_type, totals, used, block_size, device)
+            masks[layer_type] = self._mask(layer_type, totals, used, block_slots, device)
         return BackbonePass(positions, row_index, written, used, masks)
 
     def advance(self, context_lengths: Sequence[int]) -> None:
         """Remember the tokens that a pass appended; its blocks are forgotten."""
         self.lengths = [held + new for held, new in zip(self.lengths, context_lengths, strict=True)]
 
+    def drafts(self, block: torch.Tensor) -> torch.Tensor:
+        """The slots of each row's block, in the second dimension, that are drafts."""
+        return block[:, self.config.block_slots - self.config.block_size :]
+
     def _mask(
-        self, layer_type: str, totals: Sequence[int], used: int, block_size: int, device: torch.device
+        self, layer_type: str, totals: Sequence[int], used: int, block_slots: int, device: torch.device
     ) -> torch.Tensor | None:
         sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
-        if not sliding and min(totals) == max(totals):
+        causal = layer_type in self.config.causal_layer_types
+        if not sliding and not causal and min(totals) == max(totals):
             return None
-        slots = torch.arange(used, device=device)
-        ends = torch.tensor(totals, device=device)[:, None, None, None] + block_size
-        mask = slots < ends
-        if sliding:
-            queries = ends - block_size + torch.arange(block_size, device=device)[:, None]
-            mask = mask & (slots > queries - self.config.sliding_window)
-        return mask
+        keys = torch.arange(used, device=device)
+        anchors = torch.tensor(totals, device=device)[:, None, None, None]
+        if not sliding and not causal:
+            return keys < anchors + block_slots
+        queries = anchors + torch.arange(block_slots, device=device)[:, None]
+        return visible(self.config, layer_type, keys, queries, anchors)
 
 
 @dataclass
@@ -301,7 +332,7 @@ class DSparkMarkovHead(nn.Module):
         rank, width = config.markov_rank, config.hidden_size
         self.head_type = config.markov_head_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.head_type == "gated":
             self.gate_proj = nn.Linear(width + rank, rank)
         elif self.head_type == "rnn":
@@ -377,7 +408,7 @@ class DSparkDraftModel(PreTrainedModel):
     The target is never part of the module tree: embedding and head, where the checkpoint has none of its own, are
     passed in by whoever drafts.
 
-    Source: DSpark (arXiv 2607.05147) Section 3.1; parameter names as in DeepSpec.
+    Source: DSpark (arXiv 2607.05147) Section 3.1; parameter names as in DeepSpec, and `d2t` with ids, not offsets.
     """
 
     config_class = DSparkConfig
@@ -392,8 +423,11 @@ class DSparkDraftModel(PreTrainedModel):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         config.validate_drafter()
+        drafted = config.draft_vocab_size or config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.owns_embedding else None
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if config.owns_lm_head else None
+        self.lm_head = nn.Linear(config.hidden_size, drafted, bias=False) if config.owns_lm_head else None
+        # The target ids of a reduced vocabulary, (draft_vocab_size,); the first ones until they are set.
+        self.d2t = nn.Buffer(torch.arange(drafted)) if config.draft_vocab_size is not None else None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([DSparkLayer(config, layer_type) for layer_type in config.layer_types])
@@ -401,6 +435,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.markov_head = DSparkMarkovHead(config) if config.markov_rank > 0 else None
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
+        self.head_rows = HeadRows()
         # Defaults for drafting only: nothing of the model's config belongs in it.
         self.generation_config = GenerationConfig()
         self.last_call = LastCall()
@@ -418,7 +453,40 @@ class DSparkDraftModel(PreTrainedModel):
         """The drafter's own head, or `None` where it borrows the target's."""
         return self.lm_head
 
+    def set_draft_vocabulary(self, token_ids: torch.Tensor) -> None:
+        """
+        Say which tokens a new drafter with a reduced vocabulary drafts, before it is trained.
+
+        Args:
+            token_ids (`torch.Tensor` of shape `(draft_vocab_size,)`): Target ids, increasing.
+
+        Raises:
+            `ValueError`: if they are not, or the drafter has the target's whole vocabulary.
+        """
+        if self.d2t is None:
+            raise ValueError(
+                "`draft_vocab_size` is null: this drafter drafts every token. Set it in the config first."
+            )
+        ids = check_draft_ids(torch.as_tensor(token_ids), self.config.vocab_size, "`token_ids`")
+        if len(ids) != len(self.d2t):
+            raise ValueError(f"`token_ids` has {len(ids)} tokens; `draft_vocab_size` is {len(self.d2t)}.")
+        self.d2t.copy_(ids)
+
     # Drafting
+
+    def block_tokens(self, anchors: torch.LongTensor) -> torch.LongTensor:
+        """
+        What the slots of a block hold: the anchor, then mask tokens.
+
+        Args:
+            anchors (`torch.LongTensor` of shape `(rows,)`): The token each block starts from.
+
+        Returns:
+            `torch.LongTensor` of shape `(rows, block_slots)`.
+        """
+        block = anchors.new_full((len(anchors), self.config.block_slots), self.config.mask_token_id)
+        block[:, 0] = anchors
+        return block
 
     def embed(self, token_ids: torch.LongTensor, target_embedding: nn.Module | None = None) -> torch.Tensor:
         """
@@ -459,15 +527,22 @@ class DSparkDraftModel(PreTrainedModel):
             target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
 
         Returns:
-            `torch.Tensor` of shape `(..., vocab_size)`.
+            `torch.Tensor` of shape `(..., vocab_size)`, or `(..., draft_vocab_size)` if the vocabulary is reduced.
 
         Raises:
             `ValueError`: if neither has a head.
         """
         if self.lm_head is None and target_lm_head is None:
             raise ValueError("This drafter has no head of its own; pass `target_lm_head`, the target's.")
-        head = self.lm_head if self.lm_head is not None else target_lm_head
-        logits = call_module(head, hidden_states).to(hidden_states.device)
+        if self.lm_head is not None:
+            logits = call_module(self.lm_head, hidden_states)
+        elif self.d2t is not None:
+            logits = self.head_rows.logits(target_lm_head, hidden_states, self.d2t)
+        else:
+            logits = call_module(target_lm_head, hidden_states)
+        logits = logits.to(hidden_states.device)
+        if (multiplier := self.config.output_multiplier) != 1.0:
+            logits = logits * multiplier
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
@@ -484,7 +559,7 @@ class DSparkDraftModel(PreTrainedModel):
         One pass of the parallel backbone: append the new context's keys and values, then run the blocks over it.
 
         Args:
-            noise_embeds (`torch.Tensor` of shape `(rows, block_size, hidden_size)`):
+            noise_embeds (`torch.Tensor` of shape `(rows, block_slots, hidden_size)`):
                 Embeddings of each row's anchor followed by mask tokens.
             context_hidden_states (`torch.Tensor` of shape `(sum(context_lengths), taps * target_hidden_size)`):
                 The target's tapped hidden states at positions accepted since the last pass, row after row.
@@ -495,20 +570,20 @@ class DSparkDraftModel(PreTrainedModel):
                 computes its loss in here, so that wrappers (DDP, FSDP) see the heads at work inside `forward`.
 
         Returns:
-            `torch.Tensor` of shape `(rows, block_size, hidden_size)`: normed output h_k of each slot.
+            `torch.Tensor` of shape `(rows, block_size, hidden_size)`: normed output h_k of each draft's slot.
 
         Source: DSpark Eq. 2 and 3.
         """
         assert sum(context_lengths) == len(context_hidden_states)
-        block_size = noise_embeds.shape[1]
+        block_slots = noise_embeds.shape[1]
         features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
-        step = context.plan(context_lengths, block_size, noise_embeds.device)
+        step = context.plan(context_lengths, block_slots, noise_embeds.device)
         rotary = self.rotary(step.positions, noise_embeds.dtype)
         block = noise_embeds
         for layer, buffer in zip(self.layers, context.layers, strict=True):
             block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
         context.advance(context_lengths)
-        hidden_states = self.norm(block)
+        hidden_states = self.norm(context.drafts(block))
         return hidden_states if objective is None else objective(hidden_states)
 
     def draft(
@@ -527,14 +602,15 @@ class DSparkDraftModel(PreTrainedModel):
             hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): Output of the backbone.
             anchors (`torch.LongTensor` of shape `(rows,)`): The token each block starts from.
             target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
-            select (`Callable`, *optional*): Called with the slot and its logits of shape `(rows, vocab_size)`, returns
-                the drawn tokens of shape `(rows,)`. Defaults to the argmax.
+            select (`Callable`, *optional*): Called with the slot and its logits of shape `(rows, vocab_size)`, or
+                `(rows, draft_vocab_size)` for the tokens `d2t` of a reduced vocabulary, returns the drawn tokens (the
+                target's, as all tokens are) of shape `(rows,)`. Defaults to the argmax.
             slots (`int`, *optional*): How many of the block's slots are drawn, from the first on. Defaults to all.
 
         Returns:
             [`DraftOutput`].
         """
-        select = select or (lambda slot, logits: logits.argmax(dim=-1))
+        select = select or self._most_likely
         hidden_states = hidden_states[:, :slots]
         base = self.base_logits(hidden_states, target_lm_head)
         head = self.markov_head
@@ -549,6 +625,10 @@ class DSparkDraftModel(PreTrainedModel):
             tokens.append(previous)
         tokens = torch.stack(tokens, dim=1)
         return DraftOutput(tokens, self.confidence_logits(hidden_states, anchors, tokens))
+
+    def _most_likely(self, slot: int, logits: torch.Tensor) -> torch.LongTensor:
+        chosen = logits.argmax(dim=-1)
+        return chosen if self.d2t is None else self.d2t[chosen]
 
     def confidence_logits(
         self, hidden_states: torch.Tensor, anchors: torch.LongTensor, tokens: torch.LongTensor
@@ -601,12 +681,12 @@ class DSparkDraftModel(PreTrainedModel):
         **kwargs: Any,
     ) -> "DSparkDraftModel":
         """
-        Load a drafter saved by this library or by DeepSpec, from a folder or the Hub, strictly: each tensor is used,
-        each parameter filled.
+        Load a drafter from a folder or the Hub: one saved by this library, or by DeepSpec, NeMo AutoModel, z-lab
+        DFlash, speculators, SpecForge or NVIDIA ModelOpt. Strictly: each tensor is used, each parameter filled.
 
         Args:
             pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
-            config ([`DSparkConfig`], *optional*): Used in place of the folder's.
+            config ([`DSparkConfig`], *optional*): Used in place of the folder's; the tensors are called as ours are.
             generation_config (`GenerationConfig`, *optional*): Used in place of the folder's.
             kwargs: As for `PreTrainedModel.from_pretrained`; fields of [`DSparkConfig`] override the folder's.
 
@@ -615,122 +695,49 @@ class DSparkDraftModel(PreTrainedModel):
                 another shape, or holds values that are not finite.
             `OSError`: if there is no config or no safetensors file.
         """
-        where = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        path = str(pretrained_model_name_or_path)
+        where = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in DSparkConfig.__annotations__}
         want_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError("`use_safetensors` is False; only safetensors weights are read.")
         if config is None:
-            raw = _raw_config(cls.config_class, pretrained_model_name_or_path, where)
+            raw = read_raw_config(pretrained_model_name_or_path, where)
             read = find_reader(raw)
         elif getattr(config, "model_type", None) != cls.config_class.model_type:
             raise ValueError(
                 f"`config` is a {type(config).__name__}; pass a DSparkConfig, or none to read the folder's."
             )
-        tensors = _tensor_shapes(pretrained_model_name_or_path, where, kwargs.get("variant"))
-        config = cls.config_class(**read(raw, set(tensors))) if config is None else copy.deepcopy(config)
+        files = weight_files(pretrained_model_name_or_path, where, kwargs.get("variant"))
+        shapes = tensor_shapes(files)
+        reading = Reading({}) if config is not None else read(raw, set(shapes))
+        if config is None:
+            config = make_config(cls.config_class, reading.fields, shapes)
+        config = copy.deepcopy(config)
         for name, value in overrides.items():
             setattr(config, name, value)
         config.validate_drafter()
-        _check_tensors(cls, config, tensors, str(pretrained_model_name_or_path))
+        check_tensors(cls, config, reading, shapes, path)
         kwargs.pop("force_download", None)  # reading the shapes has fetched the files afresh
+        source, weights = pretrained_model_name_or_path, None
+        if reading.renamed or "d2t" in shapes:
+            source, weights = None, converted_weights(files, reading, config, path)
         model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
+            source,
             *args,
             config=config,
+            state_dict=weights,
             use_safetensors=True,
             output_loading_info=True,
             **kwargs,
         )
-        _check_loaded(model, info, str(pretrained_model_name_or_path))
+        model.name_or_path = model.config.name_or_path = path
+        check_loaded(model, info, path)
         if generation_config is not None:
             model.generation_config = generation_config
-        elif _find_file(pretrained_model_name_or_path, GENERATION_CONFIG_NAME, where) is not None:
+        elif find_file(pretrained_model_name_or_path, GENERATION_CONFIG_NAME, where) is not None:
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **where)
         return (model, info) if want_info else model
-
-
-def call_module(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """
-    Call an embedding or a head, the drafter's own or the target's, on inputs of the drafter's: wherever its weights
-    are, in whatever dtype, quantised or not.
-    """
-    parameter = next(module.parameters(), None)
-    held = parameter if parameter is not None else next(module.buffers(), None)
-    # What accelerate has offloaded lies on `meta` between calls; its hook moves the inputs.
-    if held is not None and held.device.type != "meta":
-        inputs = inputs.to(held.device)
-    # Integers and 8-bit floats are storage of quantised weights, whose modules know what to do with their inputs.
-    if inputs.is_floating_point() and parameter is not None and parameter.dtype in _COMPUTE_DTYPES:
-        inputs = inputs.to(parameter.dtype)
-    return module(inputs)
-
-
-def _find_file(path: str | Path, name: str, where: dict[str, Any]) -> str | None:
-    """A file of a folder or Hub repository on this machine, downloaded if need be; `None` if there is none."""
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **where)
-
-
-def _tensor_shapes(path: str | Path, where: dict[str, Any], variant: str | None = None) -> dict[str, list[int]]:
-    """Shapes of all tensors in a checkpoint, by name, from the headers of its safetensors files."""
-    name, index_name = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
-    if variant is not None:
-        name = name.removesuffix("safetensors") + f"{variant}.safetensors"
-        index_name = index_name.removesuffix("json") + f"{variant}.json"
-    # As in transformers, a single file comes before an index.
-    if (single := _find_file(path, name, where)) is not None:
-        files = [single]
-    elif (index := _find_file(path, index_name, where)) is not None:
-        parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-        strange = [part for part in parts if Path(part).name != part or not part.endswith(".safetensors")]
-        if strange:
-            raise ValueError(f"{index_name} of {path} names {strange}; only safetensors files beside it are read.")
-        files = [cached_file(path, part, **where) for part in parts]
-    else:
-        raise OSError(f"{path} has neither {name} nor {index_name} (other weight formats are not read).")
-    shapes = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again.") from error
-    return shapes
-
-
-def _raw_config(config_class: type[DSparkConfig], path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a folder or Hub repository, as it stands."""
-    try:
-        raw, _ = config_class.get_config_dict(path, **where)
-    except OSError as error:
-        kind = "a folder" if Path(path).is_dir() else "no folder on this machine, so taken for a Hub id"
-        raise OSError(f"The config.json of the drafter {str(path)!r} ({kind}) could not be read: {error}") from error
-    if not raw:
-        raise OSError(f"{str(path)!r} has no config.json; give the folder or Hub id of a drafter.")
-    return raw
-
-
-def _check_tensors(cls: type, config: DSparkConfig, tensors: dict[str, list[int]], path: str) -> None:
-    """Compare a checkpoint with the model its config describes, before anything is allocated."""
-    with torch.device("meta"):
-        expected = {name: list(value.shape) for name, value in cls(config).state_dict().items()}
-    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"left over {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        if expected[name] != list(tensors[name]):
-            problems.append(f"{name} is {list(tensors[name])}, the config says {expected[name]}")
-    if problems:
-        raise ValueError(f"The weights of {path} do not fit its config: {'; '.join(problems)}.")
-
-
-def _check_loaded(model: nn.Module, info: dict[str, Any], path: str) -> None:
-    """Nothing may have been left out on the way into the model, and a broken download must not draft."""
-    problems = [f"{kind}: {sorted(map(str, found))}" for kind, found in info.items() if found]
-    if problems:
-        raise ValueError(f"{path} was not loaded completely: {'; '.join(problems)}.")
-    broken = [name for name, value in model.state_dict().items() if not torch.isfinite(value).all()]
-    if broken:
-        raise ValueError(f"{path} holds values that are not finite in {', '.join(broken)}.")
 
 
 __all__ = ["DSparkDraftModel"]

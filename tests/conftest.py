@@ -27,6 +27,9 @@ from dspark_hf.environment import cache_folder
 FIXTURES = Path(__file__).parent / "fixtures"
 # The folders with a drafter that DeepSpec wrote and the outputs it computed.
 DEEPSPEC = tuple(sorted(folder.name for folder in FIXTURES.glob("deepspec-*")))
+# The same of z-lab's DFlash, and of speculators.
+DFLASH = ("dflash-nested-sliding", "dflash-top-level")
+SPECULATORS = tuple(sorted(folder.name for folder in FIXTURES.glob("speculators-*")))
 
 logging.disable_progress_bar()
 

@@ -37,6 +37,30 @@ FAMILIES = {
     "gemma4, keys as values": GEMMA4 | {"attention_k_eq_v": True},
     "mixed sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     "window below the block": {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 3},
+    "causal": {"causal_layer_types": ["full_attention"]},
+    "mixed sliding, causal": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "causal_layer_types": ["sliding_attention"],
+        "sliding_window": 6,
+    },
+    "window from the anchor": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "causal_layer_types": ["sliding_attention"],
+        "sliding_window": 6,
+        "window_from_anchor": True,
+    },
+    "short window from the anchor": {
+        "layer_types": ["sliding_attention", "sliding_attention"],
+        "sliding_window": 2,
+        "window_from_anchor": True,
+    },
+    "slot 0 no draft": {"sample_from_anchor": False},
+    "slot 0 no draft, sliding, causal": {
+        "sample_from_anchor": False,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "causal_layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 5,
+    },
     "one key head": {"num_key_value_heads": 1},
     "ungrouped": {"num_key_value_heads": 4},
 }
@@ -82,9 +106,7 @@ def borrower(**changes: Any) -> DSparkDraftModel:
 
 def block_of(drafter: DSparkDraftModel, anchors: Sequence[int]) -> torch.Tensor:
     """Token ids of the blocks that start from the anchors."""
-    slots = torch.full((len(anchors), drafter.config.block_size), drafter.config.mask_token_id)
-    slots[:, 0] = torch.tensor(anchors)
-    return slots
+    return drafter.block_tokens(torch.tensor(anchors))
 
 
 @torch.no_grad()
@@ -130,8 +152,12 @@ def dense_reference(drafter: DSparkDraftModel, taps: torch.Tensor, anchor: int, 
             query, key = norm(f"{layer}.q_norm", query), norm(f"{layer}.k_norm", key)
         query, key = rotated(query, positions[len(context) :]), rotated(key, positions)
         visible = torch.ones(len(block), len(tokens), dtype=torch.bool)
-        if layer_type == "sliding_attention":
-            visible = positions > positions[len(context) :, None] - config.sliding_window
+        if layer_type in config.causal_layer_types:
+            visible &= positions <= positions[len(context) :, None]
+        if layer_type == "sliding_attention" and config.window_from_anchor:
+            visible &= positions >= start + len(context) - config.sliding_window
+        elif layer_type == "sliding_attention":
+            visible &= positions > positions[len(context) :, None] - config.sliding_window
         scaling = config.attention_scaling or config.head_dim**-0.5
         outputs = []
         for head in range(config.num_attention_heads):
@@ -157,7 +183,7 @@ def dense_reference(drafter: DSparkDraftModel, taps: torch.Tensor, anchor: int, 
             block = block + attended
             block = block + mlp(f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", block))
         block = block * weights.get(f"{layer}.layer_scalar", 1)
-    return norm("norm", block)
+    return norm("norm", block)[not config.sample_from_anchor :]
 
 
 class Rows:
