@@ -1,4 +1,4 @@
-"""The `dspark` command: demo, generate, bench, profile, calibrate, simulate, env.
+"""The `dspark` command: demo, generate, bench, profile, calibrate, simulate, train, env.
 
 Torch and Transformers are imported by the commands that need them, after the arguments have been checked.
 """
@@ -36,10 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: 0, or 1 if `calibrate --check` advises a refit, or 2 for something given that cannot be used (said in
             one line on stderr), or 130 after Ctrl-C.
     """
-    args = build_parser().parse_args(argv)
-    arguments = vars(args)
-    command: Callable[..., int] = arguments.pop("run")
-    name = arguments.pop("command")
+    argv = sys.argv[1:] if argv is None else argv
+    # The Trainer's options, some two hundred, are no keyword arguments: `train` has a parser of its own.
+    if argv and argv[0] == "train":
+        name, command, arguments = "train", _run_train, {"argv": argv[1:]}
+    else:
+        arguments = vars(build_parser().parse_args(argv))
+        command: Callable[..., int] = arguments.pop("run")
+        name = arguments.pop("command")
     try:
         return command(**arguments)
     except CommandError as error:
@@ -61,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_calibrate(commands)
     _add_simulate(commands)
+    commands.add_parser("train", help="train a drafter with the Trainer", add_help=False)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
     environment.set_defaults(run=_run_env)
     return parser
@@ -450,3 +455,9 @@ def _within(text: str, convert: type[int] | type[float], allowed: str, accepts: 
     if not accepts(value):
         raise argparse.ArgumentTypeError(f"{text} is not allowed; give {allowed}")
     return value
+
+
+def _run_train(argv: Sequence[str]) -> int:
+    from .train_command import main as train
+
+    return train(argv)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,6 +75,7 @@ def drafter_config(
     markov_rank: int = 256,
     markov_head_type: str = "vanilla",
     enable_confidence_head: bool = True,
+    draft_vocab_size: int | None = None,
 ) -> DSparkConfig:
     """
     The config of a new drafter, of the target's width and attention; it borrows the target's embedding and head.
@@ -85,6 +89,7 @@ def drafter_config(
         markov_rank (`int`, *optional*, defaults to 256): 0 for no sequential head.
         markov_head_type (`str`, *optional*, defaults to `"vanilla"`): Or `"gated"`, `"rnn"`.
         enable_confidence_head (`bool`, *optional*, defaults to `True`): Whether there is one.
+        draft_vocab_size (`int`, *optional*): Tokens that can be drafted; by default all.
 
     Raises:
         `ValueError`: if the target lacks a size that is needed, or what is given does not fit it.
@@ -114,6 +119,7 @@ def drafter_config(
         markov_head_type=markov_head_type,
         enable_confidence_head=enable_confidence_head,
         confidence_head_with_markov=enable_confidence_head and markov_rank > 0,
+        draft_vocab_size=draft_vocab_size,
         query_key_norm=_has_query_key_norm(target),
         final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
         embedding_scale=float(getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0)),
@@ -123,6 +129,61 @@ def drafter_config(
     )
     made.validate_drafter()
     return made
+
+
+def frequent_tokens(
+    texts: Iterable[tuple[list[int], list[int]]], size: int, vocab_size: int, always: Iterable[int] = ()
+) -> torch.LongTensor:
+    """
+    The tokens that a target writes most often, to draft no others.
+
+    Args:
+        texts (`Iterable`): Pairs of token ids and a mask of those that the target wrote.
+        size (`int`): How many.
+        vocab_size (`int`): Of the target; at least `size`.
+        always (`Iterable[int]`, *optional*): Tokens that are among them in any case, those that end a text.
+
+    Returns:
+        `torch.LongTensor` of shape `(size,)`: Increasing.
+
+    Raises:
+        `ValueError`: if `size` is not between 1 and `vocab_size`.
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"`draft_vocab_size` is {size}; it must be from 1 to the target's {vocab_size}.")
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for token_ids, mask in texts:
+        counts += torch.bincount(torch.tensor(token_ids)[torch.tensor(mask, dtype=torch.bool)], minlength=vocab_size)
+    counts[list(always)] = torch.iinfo(torch.long).max
+    # Stable: where counts are equal, the lower ids, which tokenizers give to the more frequent tokens.
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def reduce_vocabulary(drafter: DSparkDraftModel, token_ids: torch.LongTensor) -> DSparkDraftModel:
+    """
+    The same drafter, of the same weights, that drafts some of the tokens only.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): Of the target's whole vocabulary; left as it is.
+        token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Target ids, increasing.
+
+    Raises:
+        `ValueError`: if its vocabulary is reduced already, or the ids are not increasing ids of the target.
+    """
+    if drafter.d2t is not None:
+        raise ValueError(
+            f"The drafter drafts {len(drafter.d2t)} tokens already; leave `draft_vocab_size` out to go on from it."
+        )
+    config = copy.deepcopy(drafter.config)
+    config.draft_vocab_size = len(token_ids)
+    reduced = DSparkDraftModel(config).to(drafter.device, drafter.dtype)
+    reduced.set_draft_vocabulary(token_ids)
+    state = dict(drafter.state_dict())
+    for name in ("markov_head.markov_w2.weight", "lm_head.weight"):
+        if name in state:
+            state[name] = state[name][token_ids.to(drafter.device)]
+    reduced.load_state_dict(state | {"d2t": reduced.d2t})
+    return reduced
 
 
 def target_layers(target: PreTrainedModel) -> nn.ModuleList:

@@ -76,7 +76,7 @@ def block_losses(
 
     Args:
         drafter ([`DSparkDraftModel`]): Its heads are applied.
-        hidden_states (`torch.Tensor` of shape `(rows, blocks * slots, hidden_size)`): Output of the backbone.
+        hidden_states (`torch.Tensor` of shape `(rows, blocks * block_size, hidden_size)`): Output of the backbone.
         blocks ([`TrainingBlocks`]): Of the same rows.
         teacher ([`Teacher`]): The target.
         last_hidden_states (`torch.Tensor` of shape `(rows, length, hidden_size)`): The target's.
@@ -90,7 +90,7 @@ def block_losses(
     device, config = hidden_states.device, drafter.config
     rows, count = blocks.anchors.shape
     size = config.block_size
-    hidden_states = hidden_states.view(rows, count, -1, hidden_states.shape[-1])[:, :, -size:]
+    hidden_states = hidden_states.view(rows, count, size, -1)
     chosen = blocks.supervised[..., 0].to(device)
     supervised = blocks.supervised.to(device)[chosen]  # (blocks, size)
     position_weights = weights.by_position(size, device).expand_as(supervised)[supervised]
@@ -112,8 +112,9 @@ def block_losses(
         base=lambda states: drafter.base_logits(states, teacher.head),
         correction=None if drafter.markov_head is None else drafter.markov_head.markov_w2,
         teacher=lambda found: teacher.logits(last_hidden_states.flatten(0, 1)[found.to(last_hidden_states.device)]),
+        draft_ids=drafter.d2t,
         places=places[order],
-        labels=labels[supervised][order],
+        labels=draft_labels(drafter, labels[supervised][order]),
         weights=position_weights[order],
         alphas=(weights.cross_entropy, weights.total_variation),
         chunk_slots=chunk_slots,
@@ -157,6 +158,7 @@ class _Plan:
     base: Callable[[torch.Tensor], torch.Tensor]
     correction: nn.Module | None
     teacher: Callable[[torch.Tensor], torch.Tensor]
+    draft_ids: torch.LongTensor | None  # (draft_vocab_size,)
     places: torch.LongTensor  # (slots,)
     labels: torch.LongTensor  # (slots,)
     weights: torch.Tensor  # (slots,)
@@ -189,14 +191,18 @@ class _VocabularyLoss(torch.autograd.Function):
                 logits = plan.base(states)
                 if features is not None:
                     inputs.append(features[part].detach().requires_grad_(plan.differentiate))
-                    logits = logits.float() + plan.correction(inputs[1]).float()
+                    logits = logits + plan.correction(inputs[1])
             found = plan.places[part]
             places, which = found.unique_consecutive(return_inverse=True)
-            target_probs = plan.teacher(places).to(logits.device).float().softmax(dim=-1)
             losses, accept[part], gradient = slot_losses(
-                logits.detach(), target_probs, which, plan.labels[part], plan.weights[part], plan.alphas,
+                logits.detach(),
+                *draftable(plan.teacher(places).to(logits.device).float(), plan.draft_ids),
+                which,
+                plan.labels[part],
+                plan.weights[part],
+                plan.alphas,
                 plan.differentiate,
-            )  # fmt: skip
+            )
             sums += losses
             if plan.differentiate:
                 pieces = torch.autograd.grad(logits, [*inputs, *parameters], gradient.to(logits.dtype))
@@ -223,6 +229,7 @@ class _VocabularyLoss(torch.autograd.Function):
 def slot_losses(
     logits: torch.Tensor,
     target_probs: torch.Tensor,
+    outside: torch.Tensor | None,
     which: torch.LongTensor,
     labels: torch.LongTensor,
     weights: torch.Tensor,
@@ -233,33 +240,72 @@ def slot_losses(
     Cross-entropy and total variation of some slots, and the gradient of their weighted sum.
 
     Args:
-        logits (`torch.Tensor` of shape `(slots, vocab_size)`): The drafter's.
-        target_probs (`torch.Tensor` of shape `(places, vocab_size)`): The target's distributions.
+        logits (`torch.Tensor` of shape `(slots, draft_vocab_size)`): The drafter's.
+        target_probs (`torch.Tensor` of shape `(places, draft_vocab_size)`): The target's probabilities.
+        outside (`torch.Tensor` of shape `(places,)`, *optional*): Those of all tokens that the drafter cannot draft.
         which (`torch.LongTensor` of shape `(slots,)`): The place of each slot.
-        labels (`torch.LongTensor` of shape `(slots,)`): The tokens to predict.
+        labels (`torch.LongTensor` of shape `(slots,)`): The tokens to predict; -1 for one that cannot be drafted,
+            whose slot has no cross-entropy.
         weights (`torch.Tensor` of shape `(slots,)`): Of the slots.
         alphas (`tuple[float, float]`): Of cross-entropy and L1 distance.
         differentiate (`bool`): Whether a gradient is wanted.
 
     Returns:
         The two weighted sums, `torch.Tensor` of shape `(2,)`; the acceptance probability of each slot, `(slots,)`; the
-        gradient with respect to the logits, `(slots, vocab_size)`, or `None`.
+        gradient with respect to the logits, `(slots, draft_vocab_size)`, or `None`.
 
     Source: DSpark Eq. 8, 11 and 12.
     """
-    log_sums = logits.float().logsumexp(dim=-1, keepdim=True)
-    own = logits.gather(1, labels[:, None]).float()
-    probs = torch.exp(logits.float() - log_sums)
-    difference = probs - target_probs[which]
-    distance = difference.abs().sum(dim=-1)
-    cross_entropy = (log_sums - own)[:, 0]
-    losses = torch.stack([(cross_entropy * weights).sum(), (distance * weights).sum()])
+    # In place wherever it can be: passes over tensors as wide as the vocabulary are what this costs.
+    probs = logits.to(torch.float32, copy=True)
+    probs -= probs.amax(dim=-1, keepdim=True)
+    known = labels >= 0
+    place = labels.clamp(min=0)[:, None]
+    own = probs.gather(1, place)[:, 0]
+    sums = probs.exp_().sum(dim=-1)
+    probs *= sums.reciprocal()[:, None]
+    difference = target_probs[which].sub_(probs)
+    distance = torch.linalg.vector_norm(difference, ord=1, dim=-1)
+    if outside is not None:
+        distance = distance + outside[which]
+    counted = weights * known
+    cross_entropy = (sums.log() - own) * counted
+    losses = torch.stack([cross_entropy.sum(), (distance * weights).sum()])
     accept = (1 - distance / 2).clamp(0, 1)
     if not differentiate:
         return losses, accept, None
-    sign = difference.sign_()
-    mean = torch.linalg.vecdot(sign, probs)[:, None]
-    scale = weights[:, None]
-    gradient = sign.sub_(mean).mul_(alphas[1]).add_(alphas[0]).mul_(probs).mul_(scale)
-    gradient.scatter_add_(1, labels[:, None], -alphas[0] * scale)
+    sign = difference.sign_().neg_()
+    mean = torch.linalg.vecdot(sign, probs)
+    slope, offset = alphas[1] * weights, alphas[0] * counted - alphas[1] * weights * mean
+    gradient = sign.mul_(slope[:, None]).add_(offset[:, None]).mul_(probs)
+    gradient.scatter_add_(1, place, -alphas[0] * counted[:, None])
     return losses, accept, gradient
+
+
+def draftable(
+    target_logits: torch.Tensor, draft_ids: torch.LongTensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    The target's probabilities of the tokens that can be drafted, and of all others together.
+
+    Args:
+        target_logits (`torch.Tensor` of shape `(places, vocab_size)`): In float32.
+        draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): Tokens that can; by default all.
+
+    Returns:
+        `torch.Tensor` of shape `(places, draft_vocab_size)`, and `(places,)` or `None`.
+    """
+    if draft_ids is None:
+        return target_logits.softmax(dim=-1), None
+    sums = target_logits.logsumexp(dim=-1, keepdim=True)
+    probs = target_logits.index_select(-1, draft_ids.to(target_logits.device)).sub_(sums).exp_()
+    return probs, (1 - probs.sum(dim=-1)).clamp(min=0)
+
+
+def draft_labels(drafter: DSparkDraftModel, labels: torch.LongTensor) -> torch.LongTensor:
+    """Where labels stand among the tokens that the drafter can draft; -1 for those it cannot."""
+    if drafter.d2t is None:
+        return labels
+    lookup = labels.new_full((drafter.config.vocab_size,), -1)
+    lookup[drafter.d2t] = torch.arange(len(drafter.d2t), device=labels.device)
+    return lookup[labels]

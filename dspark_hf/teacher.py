@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from .compat import hidden_states_request
-from .modeling.modeling_dspark import call_module
+from .modeling.borrowing import call_module
 from .target_outputs import read_taps, text_config
 
 

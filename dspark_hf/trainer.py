@@ -229,13 +229,12 @@ class DSparkTrainer(Trainer):
         blocks = cut_blocks(input_ids, loss_mask, anchors, kept, config.block_size)
         own = (self.weights.by_position(config.block_size) * blocks.supervised.cpu()).sum().to(self.args.device)
         total = self.accelerator.reduce(own, reduction="mean").item() if training else own.item()
-        rows, count = anchors.shape
-        noise = torch.full((rows, count, config.block_size), config.mask_token_id, device=input_ids.device)
-        noise[..., 0] = blocks.tokens[..., 0]
+        rows = len(anchors)
+        noise = self.drafter.block_tokens(blocks.tokens[..., 0].flatten())
         embedding = None if config.owns_embedding else self.target.get_input_embeddings()
         length = features.last.shape[1]
         found = model(
-            self.drafter.embed(noise.flatten(1), embedding),
+            self.drafter.embed(noise.view(rows, -1), embedding),
             context_hidden_states=features.taps.flatten(0, 1).to(self.drafter.device),
             context_lengths=[length] * rows,
             context=PackedContext(config, anchors, length),

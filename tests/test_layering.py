@@ -36,6 +36,8 @@ TOP = (
     "calibrate",
     "profile_command",
     "command_files",
+    "train_command",
+    "training_callbacks",
 )
 
 

@@ -17,11 +17,10 @@ TRAINED = [name for name in DEEPSPEC if "losses" in load_golden(name)[0]]
 def run(drafter, target, taps, last, blocks: TrainingBlocks, weights: LossWeights, **options):
     """The losses of blocks through the drafter's one pass."""
     config = drafter.config
-    rows, count = blocks.anchors.shape
-    noise = torch.full((rows, count, config.block_size), config.mask_token_id)
-    noise[..., 0] = blocks.tokens[..., 0]
+    rows = len(blocks.anchors)
+    noise = drafter.block_tokens(blocks.tokens[..., 0].flatten()).view(rows, -1)
     return drafter(
-        drafter.embed(noise.flatten(1), target.get_input_embeddings()),
+        drafter.embed(noise, target.get_input_embeddings()),
         context_hidden_states=taps.flatten(0, 1),
         context_lengths=[taps.shape[1]] * rows,
         context=PackedContext(config, blocks.anchors, taps.shape[1]),
@@ -75,10 +74,9 @@ def reference(drafter, target, taps, last, blocks: TrainingBlocks, weights: Loss
     """Eq. 11 to 14 as they stand, over whole logits."""
     config, size = drafter.config, drafter.config.block_size
     rows, count = blocks.anchors.shape
-    noise = torch.full((rows, count, size), config.mask_token_id)
-    noise[..., 0] = blocks.tokens[..., 0]
+    noise = drafter.block_tokens(blocks.tokens[..., 0].flatten()).view(rows, -1)
     hidden = drafter(
-        drafter.embed(noise.flatten(1), target.get_input_embeddings()),
+        drafter.embed(noise, target.get_input_embeddings()),
         context_hidden_states=taps.flatten(0, 1),
         context_lengths=[taps.shape[1]] * rows,
         context=PackedContext(config, blocks.anchors, taps.shape[1]),
@@ -87,12 +85,15 @@ def reference(drafter, target, taps, last, blocks: TrainingBlocks, weights: Loss
     previous, labels = blocks.previous.flatten(0, 1), blocks.labels.flatten(0, 1)
     if drafter.markov_head is not None:
         logits = logits + drafter.markov_head.markov_w2(drafter.markov_head.block_features(previous, hidden))
+    if drafter.d2t is not None:  # no probability for tokens that cannot be drafted
+        logits = logits.new_full((*logits.shape[:-1], 13), -1e30).index_copy(-1, drafter.d2t, logits)
     places = blocks.anchors[..., None] + torch.arange(size)
     places = places.clamp(max=last.shape[1] - 1)
     teacher = target.lm_head(last)[torch.arange(rows)[:, None, None], places].flatten(0, 1)
     draft_probs, target_probs = logits.softmax(-1), teacher.detach().softmax(-1)
     weight = weights.by_position(size) * blocks.supervised.flatten(0, 1)
-    cross_entropy = -draft_probs.log().gather(-1, labels[..., None])[..., 0]
+    cross_entropy = -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    cross_entropy = torch.where(cross_entropy < 1e20, cross_entropy, 0)
     distance = (draft_probs - target_probs).abs().sum(-1)
     accept = (1 - distance / 2).detach()
     confidence = torch.sigmoid(drafter.confidence_logits(hidden, previous[:, 0], labels))
@@ -131,6 +132,28 @@ def test_pieces_give_the_loss_and_gradients_of_the_whole(head, chunk_slots):
     assert found.loss.item() == pytest.approx(wanted.item(), abs=1e-6)
     for name, value in drafter.named_parameters():
         torch.testing.assert_close(value.grad / 2, gradients[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_reduced_vocabulary_is_the_whole_one_without_the_other_tokens(head):
+    drafter, *rest = setup(head, draft_vocab_size=6)
+    drafter.set_draft_vocabulary(torch.tensor([0, 2, 3, 7, 8, 12]))
+    wanted = reference(drafter, *rest, LossWeights())
+    wanted.backward()
+    gradients = {name: value.grad.clone() for name, value in drafter.named_parameters()}
+    drafter.zero_grad()
+    found = run(drafter, *rest, LossWeights(), chunk_slots=9)
+    found.loss.backward()
+    assert found.loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    for name, value in drafter.named_parameters():
+        torch.testing.assert_close(value.grad, gradients[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_where_slot_0_is_no_draft_the_others_are_trained():
+    drafter, *rest = setup("vanilla", sample_from_anchor=False)
+    assert drafter.config.block_slots == 5
+    wanted = reference(drafter, *rest, LossWeights())
+    assert run(drafter, *rest, LossWeights()).loss.item() == pytest.approx(wanted.item(), abs=1e-6)
 
 
 def test_a_head_of_its_own_and_a_softcap_get_gradients_too():

@@ -63,22 +63,31 @@ def test_blocks_and_masks_are_those_of_deepspec():
 
 def packed(drafter, taps: torch.Tensor, blocks: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
     """Hidden states `(rows, blocks, slots, hidden)` of block tokens `(rows, blocks, slots)`."""
-    rows, count, slots = blocks.shape
+    rows, count, _ = blocks.shape
     hidden = drafter(
         drafter.embed(blocks.flatten(1)),
         context_hidden_states=taps.flatten(0, 1),
         context_lengths=[taps.shape[1]] * rows,
         context=PackedContext(drafter.config, anchors, taps.shape[1]),
     )
-    return hidden.view(rows, count, slots, -1)
+    return hidden.view(rows, count, drafter.config.block_size, -1)
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
+VARIANTS = {
+    "full": {},
+    "sliding": SLIDING,
+    "causal": SLIDING | {"causal_layer_types": ["sliding_attention"]},
+    "slot 0 is no draft": {"sample_from_anchor": False, "block_size": 2},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_a_packed_block_is_the_block_that_decoding_drafts(changes):
-    drafter = random_drafter(vocab_size=11, block_size=3, owns_embedding=True, owns_lm_head=True, **changes)
+    fields = {"vocab_size": 11, "block_size": 3, "owns_embedding": True, "owns_lm_head": True}
+    drafter = random_drafter(**fields | changes)
     generator = torch.Generator().manual_seed(0)
     taps = torch.randn(2, 9, 16, generator=generator, dtype=torch.float64)
     anchors = torch.tensor([[0, 3, 8], [5, 6, 7]])

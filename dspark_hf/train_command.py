@@ -1,0 +1,274 @@
+"""`dspark train`: a drafter for a target from the target's own texts, with the Trainer."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from .command_files import check_plot
+from .demo_target import demo_drafter_folder
+from .initialisation import (
+    choose_mask_token,
+    drafter_config,
+    frequent_tokens,
+    reduce_vocabulary,
+    start_from_target,
+)
+from .loading import DEMO, DTYPES, CommandError, check_source, load_target, reporting
+from .modeling import DSparkDraftModel
+from .target_outputs import text_config
+from .trainer import DSparkTrainer, inner_drafter, last_whole_checkpoint
+from .training_arguments import DSparkTrainingArguments
+from .training_callbacks import DecodeEvaluation, plot_run
+
+
+LORA_LAYERS = r"(fc|layers\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj))"
+HEADS = ("markov_head", "confidence_head")
+# Of the training data: what is read of it, and what `dspark prepare-data` says of it.
+COLUMNS = ("input_ids", "loss_mask", "prompt")
+PROVENANCE = "provenance.json"
+
+
+@dataclass
+class ModelArguments:
+    """The target, and the drafter to train: a new one, or one to go on from."""
+
+    target: str = field(default=DEMO, metadata={"help": "Target: folder or Hub id; `demo` is SmolLM2-135M-Instruct."})
+    drafter: str | None = field(
+        default=None, metadata={"help": "Drafter to go on from: folder or Hub id, `demo`. By default a new one."}
+    )
+    dtype: str = field(default="auto", metadata={"help": "Of the target.", "choices": list(DTYPES)})
+    device: str = field(default="auto", metadata={"help": "Of the target."})
+    threads: int | None = field(default=None, metadata={"help": "CPU threads."})
+    initialise_from: str = field(
+        default="random",
+        metadata={"help": "What a new drafter starts from.", "choices": ["random", "target"]},
+    )
+    num_hidden_layers: int = field(default=5, metadata={"help": "Depth of a new drafter."})
+    block_size: int = field(default=7, metadata={"help": "Draft tokens a round of a new drafter."})
+    markov_rank: int = field(default=256, metadata={"help": "Rank of a new drafter's sequential head; 0 for none."})
+    markov_head_type: str = field(
+        default="vanilla", metadata={"help": "Of a new drafter.", "choices": ["vanilla", "gated", "rnn"]}
+    )
+    confidence_head: bool = field(default=True, metadata={"help": "Whether a new drafter has a confidence head."})
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "Taps of a new drafter; by default spread over the target."}
+    )
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "Fills a new drafter's blocks; by default a special token that is free."}
+    )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Draft only so many tokens, those that the target writes most often; by default all."},
+    )
+    lora_rank: int = field(
+        default=0, metadata={"help": "Train LoRA adapters of this rank (and the heads) instead of all weights."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """What is trained on."""
+
+    data: list[str] = field(default_factory=list, metadata={"help": "Folders that `dspark prepare-data` wrote."})
+    held_out: float = field(default=0.02, metadata={"help": "Share of the prompts that is only evaluated on."})
+    max_held_out: int = field(default=128, metadata={"help": "The most samples that an evaluation reads."})
+    max_samples: int | None = field(default=None, metadata={"help": "The most samples that are trained on."})
+    plot: str | None = field(default=None, metadata={"help": "PNG of the run (needs matplotlib)."})
+
+
+def main(argv: Sequence[str]) -> int:
+    """
+    Run `dspark train`.
+
+    Args:
+        argv (`Sequence[str]`): What follows `train`.
+
+    Raises:
+        [`CommandError`]: for what cannot be used.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise CommandError(
+            "training needs `datasets`, which is not here; pip install 'dspark-hf[train]' (in a checkout '.[train]')"
+        )
+    model_arguments, data_arguments, arguments = parse(argv)
+    if not data_arguments.data:
+        raise CommandError("--data is missing; give one or more folders that `dspark prepare-data` wrote")
+    check_plot(data_arguments.plot)
+    train(model_arguments, data_arguments, arguments)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, DSparkTrainingArguments]:
+    """The arguments by group; those of the command line come before those of `--config FILE`."""
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, DSparkTrainingArguments),
+        prog="dspark train",
+        description="Train a drafter. What follows the first two groups are the options of Transformers' Trainer.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="YAML file with any of the options; the command line goes before it")
+    argv = list(argv)
+    config = _config_file(argv)
+    known = {action.dest for action in parser._actions}
+    unknown = sorted(config.keys() - known)
+    if unknown:
+        raise CommandError(
+            f"--config: it names {', '.join(unknown)}, which no option is called; see `dspark train -h`"
+        )
+    parser.set_defaults(**config)
+    with reporting("dspark train"):
+        model_arguments, data_arguments, arguments, *rest = parser.parse_args_into_dataclasses(argv)
+    return model_arguments, data_arguments, arguments
+
+
+def _config_file(argv: list[str]) -> dict[str, Any]:
+    for index, value in enumerate(argv):
+        path = argv[index + 1 : index + 2] if value == "--config" else [value.removeprefix("--config=")]
+        if value == "--config" or value.startswith("--config="):
+            if not path or not Path(path[0]).is_file():
+                raise CommandError(f"--config {path[0] if path else ''!r}: there is no such file")
+            try:
+                found = yaml.safe_load(Path(path[0]).read_text(encoding="utf-8"))
+            except yaml.YAMLError as error:
+                raise CommandError(f"--config {path[0]!r}: {' '.join(str(error).split())}") from error
+            if not isinstance(found, dict):
+                raise CommandError(f"--config {path[0]!r}: it must hold one option a line, `name: value`")
+            # YAML reads 1e-4 as a text; the parser turns texts into what an option wants.
+            return {name: str(v) if isinstance(v, float) else v for name, v in found.items()}
+    return {}
+
+
+def train(
+    model_arguments: ModelArguments, data_arguments: DataArguments, arguments: DSparkTrainingArguments
+) -> DSparkTrainer:
+    """
+    Load, train, evaluate, save.
+
+    Returns:
+        [`DSparkTrainer`]: After training.
+    """
+    check_source("--target", model_arguments.target)
+    if model_arguments.drafter is not None:
+        check_source("--drafter", model_arguments.drafter)
+    training, held_out, origin = read_data(data_arguments, arguments.data_seed or arguments.seed)
+    set_seed(arguments.seed)
+    target, source = load_target(
+        model_arguments.target, model_arguments.dtype, model_arguments.device, model_arguments.threads
+    )
+    with reporting(f"--target {model_arguments.target!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    drafter = make_drafter(model_arguments, target, tokenizer, training)
+    model = with_lora(drafter, model_arguments.lora_rank) if model_arguments.lora_rank else drafter
+    provenance = {
+        "target": {
+            "id": model_arguments.target,
+            "revision": getattr(target.config, "_commit_hash", None),
+            "dtype": str(target.dtype).removeprefix("torch."),
+        },
+        "data": origin,
+        "started_from": model_arguments.drafter or model_arguments.initialise_from,
+    }
+    decoding = DecodeEvaluation(target, tokenizer, held_out, arguments.decode_samples, arguments.decode_tokens)
+    trainer = DSparkTrainer(
+        model=model,
+        args=arguments,
+        target=target,
+        train_dataset=training,
+        eval_dataset=held_out,
+        decode=decoding if decoding.prompts else None,
+        provenance=provenance,
+    )
+    resume = arguments.resume_from_checkpoint or last_whole_checkpoint(arguments.output_dir)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
+    if model_arguments.lora_rank:
+        # The adapters lie in the checkpoints; what is shipped is one drafter.
+        trainer.model = trainer.model.merge_and_unload()
+    trainer.save_model()
+    trainer.save_state()
+    if data_arguments.plot is not None and trainer.is_world_process_zero():
+        block_size = inner_drafter(trainer.model).config.block_size
+        plot_run(Path(data_arguments.plot).expanduser(), trainer.state.log_history, block_size)
+    return trainer
+
+
+def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    """
+    The samples to train on and to evaluate on, as `datasets.Dataset`, and where they come from.
+
+    Raises:
+        [`CommandError`]: for folders that hold no training data.
+    """
+    from datasets import concatenate_datasets
+
+    from .data import load_training_data, split_by_prompt
+
+    parts, origins = [], []
+    for folder in arguments.data:
+        with reporting(f"--data {folder!r}"):
+            parts.append(load_training_data(folder))
+        origin = Path(folder).expanduser() / PROVENANCE
+        origins.append(json.loads(origin.read_text(encoding="utf-8")) if origin.is_file() else {"folder": folder})
+    columns = [name for name in COLUMNS if all(name in part.column_names for part in parts)]
+    samples = concatenate_datasets([part.select_columns(columns) for part in parts])
+    with reporting(f"--held_out {arguments.held_out}"):
+        training, held_out = split_by_prompt(samples, arguments.held_out, seed=seed)
+    if arguments.max_samples is not None and arguments.max_samples < len(training):
+        training = training.shuffle(seed=seed).select(range(arguments.max_samples))
+    held_out = held_out.shuffle(seed=seed).select(range(min(len(held_out), arguments.max_held_out)))
+    return training, held_out, origins[0] if len(origins) == 1 else {"parts": origins}
+
+
+def make_drafter(
+    arguments: ModelArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Any
+) -> DSparkDraftModel:
+    """The drafter to train, in float32 and on the target's device: that of `--drafter`, else a new one."""
+    size, token_ids = arguments.draft_vocab_size, None
+    if size is not None:
+        ends = target.generation_config.eos_token_id
+        texts = zip(samples["input_ids"], samples["loss_mask"], strict=True)
+        always = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        with reporting(f"--draft_vocab_size {size}"):
+            token_ids = frequent_tokens(texts, size, text_config(target).vocab_size, always)
+    if arguments.drafter is not None:
+        with reporting(f"--drafter {arguments.drafter!r}"):
+            source = demo_drafter_folder() if arguments.drafter == DEMO else arguments.drafter
+            drafter = DSparkDraftModel.from_pretrained(source, dtype=torch.float32).to(target.device)
+            return drafter if token_ids is None else reduce_vocabulary(drafter, token_ids)
+    with reporting("the new drafter"):
+        mask_token_id = arguments.mask_token_id
+        if mask_token_id is None:
+            mask_token_id = choose_mask_token(tokenizer)
+        config = drafter_config(
+            target,
+            mask_token_id,
+            num_hidden_layers=arguments.num_hidden_layers,
+            block_size=arguments.block_size,
+            target_layer_ids=arguments.target_layer_ids,
+            markov_rank=arguments.markov_rank,
+            markov_head_type=arguments.markov_head_type,
+            enable_confidence_head=arguments.confidence_head,
+            draft_vocab_size=size,
+        )
+        drafter = DSparkDraftModel(config)
+        if token_ids is not None:
+            drafter.set_draft_vocabulary(token_ids)
+        if arguments.initialise_from == "target":
+            start_from_target(drafter, target)
+    return drafter.to(target.device)
+
+
+def with_lora(drafter: DSparkDraftModel, rank: int) -> Any:
+    """LoRA adapters on the backbone's projections; the heads are trained as a whole, being small."""
+    from peft import LoraConfig, get_peft_model
+
+    heads = [name for name in HEADS if getattr(drafter, name) is not None]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_LAYERS, modules_to_save=heads)
+    return get_peft_model(drafter, config)

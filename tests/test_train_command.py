@@ -1,0 +1,214 @@
+"""`dspark train`: from data to a drafter that decodes, and errors of one line."""
+
+import json
+
+import pytest
+import torch
+from tiny import character_tokenizer
+
+from dspark_hf import DSparkDraftModel, cli
+from dspark_hf.initialisation import (
+    choose_mask_token,
+    drafter_config,
+    frequent_tokens,
+    reduce_vocabulary,
+    spread_taps,
+    start_from_target,
+)
+from dspark_hf.train_command import parse
+
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_target):
+    """A target with its tokenizer, and texts of its own as training data."""
+    folder = tmp_path_factory.mktemp("training")
+    tiny_target.save_pretrained(folder / "target")
+    character_tokenizer().save_pretrained(folder / "target")
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    with torch.no_grad():
+        prompts = torch.randint(1, 95, (24, 6), generator=generator)
+        texts = tiny_target.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_length=40, do_sample=False, pad_token_id=0
+        )
+    for index, text in enumerate(texts.tolist()):
+        rows.append({"input_ids": text, "loss_mask": [0] * 6 + [1] * 34, "prompt": str(index)})
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "data")
+    (folder / "data" / "provenance.json").write_text(json.dumps({"samples": 24, "thinking": "default"}))
+    return folder
+
+
+def argv(folders, output, *more: str) -> list[str]:
+    return [
+        *("train", "--target", str(folders / "target"), "--data", str(folders / "data")),
+        *("--output_dir", str(output), "--use_cpu", "True", "--report_to", "none", "--disable_tqdm", "True"),
+        *("--max_steps", "4", "--per_device_train_batch_size", "4", "--num_anchors", "8", "--held_out", "0.2"),
+        *("--learning_rate", "1e-3", "--logging_steps", "1", "--decode_tokens", "12", "--mask_token_id", "95"),
+        *("--num_hidden_layers", "1", "--markov_rank", "8", "--save_strategy", "no"),
+        *more,
+    ]
+
+
+def test_a_new_drafter_is_trained_and_saved(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    output, plot = tmp_path / "drafter", tmp_path / "run.png"
+    assert cli.main(argv(folders, output, "--plot", str(plot))) == 0
+    drafter = DSparkDraftModel.from_pretrained(output)
+    assert drafter.config.num_hidden_layers == 1 and drafter.config.markov_rank == 8
+    assert drafter.config.target_layer_ids == [1] and drafter.config.mask_token_id == 95
+    origin = json.loads((output / "training.json").read_text())
+    assert origin["data"] == {"samples": 24, "thinking": "default"} and origin["started_from"] == "random"
+    last = origin["evaluations"][-1]
+    assert 1 <= last["eval_mean_acceptance_length_greedy"] <= 8
+    assert 1 <= last["eval_mean_acceptance_length_temperature_1"] <= 8
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_goes_on_from_a_drafter(folders, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert cli.main(argv(folders, first)) == 0
+    assert cli.main(argv(folders, second, "--drafter", str(first), "--freeze", "confidence_head")) == 0
+    one, two = (DSparkDraftModel.from_pretrained(folder) for folder in (first, second))
+    assert torch.equal(one.confidence_head.proj.weight, two.confidence_head.proj.weight)
+    assert not torch.equal(one.fc.weight, two.fc.weight)
+
+
+def test_a_run_that_was_broken_off_goes_on(folders, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    saving = ("--save_strategy", "steps", "--save_steps", "2")
+    assert cli.main(argv(folders, output, *saving)) == 0
+    (output / "checkpoint-4" / "trainer_state.json").write_text("{")
+    capsys.readouterr()
+    assert cli.main(argv(folders, output, *saving)) == 0
+    assert "checkpoint-4 was not saved whole; going on from" in capsys.readouterr().err
+    assert json.loads((output / "training.json").read_text())["steps"] == 4
+
+
+@pytest.mark.filterwarnings("default:.*is_gradient_checkpointing:FutureWarning")  # asked for by peft 0.21
+def test_lora_is_merged_into_what_is_saved(folders, tmp_path):
+    pytest.importorskip("peft")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert cli.main(argv(folders, first)) == 0
+    assert cli.main(argv(folders, second, "--drafter", str(first), "--lora_rank", "2")) == 0
+    one, two = (DSparkDraftModel.from_pretrained(folder) for folder in (first, second))
+    assert not torch.equal(one.layers[0].mlp.up_proj.weight, two.layers[0].mlp.up_proj.weight)
+
+
+def test_a_time_limit_ends_the_training(folders, tmp_path):
+    output = tmp_path / "drafter"
+    given = argv(folders, output, "--time_limit", "0.05")
+    given[given.index("--max_steps") + 1] = "-1"
+    assert cli.main(given) == 0
+    origin = json.loads((output / "training.json").read_text())
+    assert origin["steps"] > 0 and 2.5 < origin["seconds"] < 60
+    rates = [entry["learning_rate"] for entry in origin["log"] if "learning_rate" in entry]
+    assert rates[0] == pytest.approx(1e-3) and rates[-1] < 5e-4
+
+
+def test_options_come_from_a_file_and_the_command_line_goes_before_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "target: somewhere\nlearning_rate: 6e-4\nnum_anchors: 32\ndata: [a, b]\ntarget_layer_ids: [1, 3]\n"
+    )
+    model, data, training = parse(["--config", str(file), "--num_anchors", "16", "--use_cpu", "True"])
+    assert model.target == "somewhere" and data.data == ["a", "b"] and model.target_layer_ids == [1, 3]
+    assert training.learning_rate == pytest.approx(6e-4) and training.num_anchors == 16
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (["--data", "nowhere"], ["--data 'nowhere'", "holds no data set"]),
+        (["--drafter", "./nowhere"], ["--drafter './nowhere'", "no such folder"]),
+        (["--block_size", "0"], ["`block_size` is 0"]),
+        (["--target_layer_ids", "3", "2"], ["`target_layer_ids` is [3, 2]"]),
+        (["--config", "none.yaml"], ["--config 'none.yaml'", "no such file"]),
+        (["--held_out", "1.5"], ["--held_out 1.5"]),
+        (["--num_anchors", "0"], ["`num_anchors` is 0"]),
+        (["--plot", "/no/where/run.png"], ["--plot '/no/where/run.png'", "does not exist"]),
+    ],
+)
+def test_bad_input_is_one_line(folders, tmp_path, capsys, more, parts):
+    assert cli.main(argv(folders, tmp_path / "drafter", *more)) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("dspark train: error:")
+    for part in parts:
+        assert part in message
+
+
+def test_an_unknown_name_in_the_file_is_named(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("learning_rat: 1\n")
+    assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "learning_rat" in capsys.readouterr().err
+
+
+def test_taps_are_spread_as_the_released_drafters_are():
+    assert spread_taps(36, 5) == [1, 9, 17, 25, 33]
+    assert spread_taps(40, 5) == [1, 10, 19, 28, 37]
+    assert spread_taps(2, 5) == [0]
+
+
+def test_a_new_drafter_has_the_shape_of_its_target(tiny_target):
+    config = drafter_config(tiny_target, mask_token_id=95, num_hidden_layers=2)
+    assert (config.vocab_size, config.hidden_size, config.num_target_layers) == (96, 64, 6)
+    assert config.target_layer_ids == [1, 3] and not config.owns_embedding and not config.owns_lm_head
+    DSparkDraftModel(config)
+
+
+def test_a_drafter_starts_as_the_end_of_its_target(tiny_target):
+    drafter = DSparkDraftModel(drafter_config(tiny_target, mask_token_id=95, num_hidden_layers=2))
+    done = start_from_target(drafter, tiny_target)
+    layer = tiny_target.model.layers[-1]
+    assert torch.equal(drafter.layers[1].self_attn.q_proj.weight, layer.self_attn.q_proj.weight)
+    assert torch.equal(drafter.layers[1].mlp.down_proj.weight, layer.mlp.down_proj.weight)
+    assert "layers.0.self_attn.o_proj.weight" in done and "fc.weight" in done and "norm.weight" in done
+    assert torch.equal(drafter.fc.weight[:, -64:], torch.eye(64)) and not drafter.fc.weight[:, :-64].any()
+    deep = DSparkDraftModel(drafter_config(tiny_target, mask_token_id=95, num_hidden_layers=7))
+    with pytest.raises(ValueError, match="The drafter has 7 layers"):
+        start_from_target(deep, tiny_target)
+
+
+def test_the_mask_token_is_one_that_no_text_holds():
+    tokenizer = character_tokenizer()
+    with pytest.raises(ValueError, match="`mask_token_id`"):
+        choose_mask_token(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<used>", "<free>"]})
+    tokenizer.chat_template = "<used>{{ messages[0].content }}"
+    assert choose_mask_token(tokenizer) == tokenizer.convert_tokens_to_ids("<free>")
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert choose_mask_token(tokenizer) == tokenizer.convert_tokens_to_ids("<mask>")
+
+
+def test_the_most_frequent_tokens_of_the_target_are_drafted():
+    texts = [([5, 5, 5, 9, 9, 3], [0, 0, 1, 1, 1, 1]), ([3, 9, 0], [1, 1, 0])]
+    assert frequent_tokens(texts, 2, vocab_size=12).tolist() == [3, 9]
+    assert frequent_tokens(texts, 4, vocab_size=12, always=[11]).tolist() == [3, 5, 9, 11]
+    with pytest.raises(ValueError, match="`draft_vocab_size` is 13"):
+        frequent_tokens(texts, 13, vocab_size=12)
+
+
+def test_a_reduced_drafter_has_the_logits_of_the_whole_one(tiny_target):
+    whole = DSparkDraftModel(drafter_config(tiny_target, mask_token_id=95, num_hidden_layers=2))
+    ids = torch.tensor([1, 4, 50])
+    reduced = reduce_vocabulary(whole, ids)
+    hidden = torch.randn(2, 7, 64)
+    head = tiny_target.get_output_embeddings()
+    torch.testing.assert_close(reduced.base_logits(hidden, head), whole.base_logits(hidden, head)[..., ids])
+    features = torch.randn(2, whole.config.markov_rank)
+    wanted = whole.markov_head.markov_w2(features)[..., ids]
+    torch.testing.assert_close(reduced.markov_head.markov_w2(features), wanted)
+    with pytest.raises(ValueError, match="drafts 3 tokens already"):
+        reduce_vocabulary(reduced, ids)
+
+
+def test_a_drafter_of_few_tokens_is_trained(folders, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert cli.main(argv(folders, first)) == 0
+    assert cli.main(argv(folders, second, "--drafter", str(first), "--draft_vocab_size", "40")) == 0
+    assert cli.main(argv(folders, tmp_path / "third", "--draft_vocab_size", "40")) == 0
+    for folder in (second, tmp_path / "third"):
+        drafter = DSparkDraftModel.from_pretrained(folder)
+        assert drafter.config.draft_vocab_size == 40 and len(drafter.d2t) == 40
