@@ -50,14 +50,14 @@ def find_reader(raw: Any) -> Reader:
     nested = settings(raw, "dflash_config")
     if raw.get("quantization_config"):
         raise ValueError("config.json has a `quantization_config`; drafters with quantised weights cannot be read.")
-    of_speculators = "speculators_model_type" in raw or "speculators_config" in raw
-    kind = raw.get("speculators_model_type") or settings(raw, "speculators_config").get("algorithm")
+    of_speculators = settings(raw, "speculators_config")
+    kind = raw.get("speculators_model_type") or of_speculators.get("algorithm")
     told = [kind, raw.get("model_type"), nested.get("projector_type") or raw.get("projector_type"), *architectures]
     told += ["medusa"] if "medusa_num_heads" in raw else ["dflash2"] if "selector_rank" in nested else []
     for part, other in _OTHER_KINDS.items():
         if any(part in str(word).lower() for word in told):
             raise ValueError(f"This is a drafter of another kind, {other}, which cannot be run. {_found(raw)}")
-    if of_speculators:
+    if kind is not None:
         if kind in ("dspark", "dflash"):
             return from_speculators
     elif raw.get("model_type") == "dspark" and "dflash_config" not in raw:

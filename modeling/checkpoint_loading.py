@@ -27,10 +27,14 @@ def find_file(path: str | Path, name: str, where: dict[str, Any]) -> str | None:
 def read_raw_config(path: str | Path, where: dict[str, Any]) -> Any:
     """The `config.json` of a folder or Hub repository, as it stands."""
     try:
-        return json.loads(Path(cached_file(path, CONFIG_NAME, **where)).read_text(encoding="utf-8"))
+        file = cached_file(path, CONFIG_NAME, **where)
+        raw = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         kind = "a folder" if Path(path).is_dir() else "no folder on this machine, so taken for a Hub id"
         raise OSError(f"The config.json of the drafter {str(path)!r} ({kind}) could not be read: {error}") from error
+    if file is None:
+        raise OSError(f"{str(path)!r} has no config.json; give the folder or Hub id of a drafter.")
+    return raw
 
 
 def make_config(config_class: type[DSparkConfig], fields: dict[str, Any], tensors: Iterable[str]) -> DSparkConfig:

@@ -188,7 +188,7 @@ class DSparkConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`rope_parameters` has {name!r} {value!r}; it must be a number, a string or numbers."
                 )
-        if isinstance(self.dtype, str) and self.dtype not in DTYPES:
+        if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"`dtype` is {self.dtype!r}; it must be one of {', '.join(DTYPES)}.")
 
     def temperatures_for(self, sampling_temperature: float) -> list[float]:

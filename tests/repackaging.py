@@ -30,7 +30,7 @@ def write(folder: Path, config: Any, weights: Weights) -> Path:
     """A checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    save_file({name: value.contiguous().clone() for name, value in weights.items()}, folder / "model.safetensors")
     return folder
 
 
