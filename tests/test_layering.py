@@ -20,6 +20,7 @@ BOTTOM = (
     "compat",
     "locks",
     "calibration",
+    "intervals",
     "files",
 )
 # Modules that only the command line and the package's face may know.
@@ -34,6 +35,7 @@ TOP = (
     "simulation",
     "blocks",
     "calibrate",
+    "evaluation",
     "profile_command",
     "command_files",
 )
