@@ -36,6 +36,10 @@ TOP = (
     "blocks",
     "calibrate",
     "evaluation",
+    "eval_command",
+    "eval_report",
+    "tasks",
+    "work_file",
     "profile_command",
     "command_files",
 )
