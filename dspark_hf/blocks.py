@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .bench import check_lengths
 from .files import write_json
-from .loading import Pair, generation_options, left_padded
+from .loading import Pair, generation_options, left_padded, regime
 from .schedule_options import drafter_schedule
 
 
@@ -135,8 +135,7 @@ def record_blocks(
     records: list[tuple[str, list[float], int]] = []
     rounds = accepted = tokens = 0
     start = time.perf_counter()
-    kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    bar = tqdm(total=len(waiting), desc=f"Blocks, {kind}", unit="prompt")
+    bar = tqdm(total=len(waiting), desc=f"Blocks, {regime(temperature)}", unit="prompt")
     with drafter_schedule(pair.drafter, "constant", 0.0), bar as progress:
         for first in range(0, len(waiting), batch_size):
             batch = waiting[first : first + batch_size]

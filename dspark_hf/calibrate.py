@@ -25,7 +25,7 @@ from .calibration import (
 )
 from .command_files import check_plot, check_writable, read_prompts
 from .files import write_json
-from .loading import DEMO, CommandError, Pair, generation_options, load_pair, reporting, sampling_in_force
+from .loading import DEMO, CommandError, Pair, generation_options, load_pair, regime, reporting, sampling_in_force
 from .reliability import ReliabilityRow, draw_reliability
 
 
@@ -238,11 +238,6 @@ def mean_ece(positions: Sequence[PositionMetrics]) -> float:
 def error_by_chance(blocks: Blocks, temperatures: Sequence[float]) -> float:
     """What [`mean_ece`] would hardly exceed if the temperatures were right."""
     return calibration_error_by_chance(scaled_survivals(blocks.confidence_logits, temperatures))
-
-
-def regime(temperature: float) -> str:
-    """A sampling temperature in words."""
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def print_fit(fit: Fit, console: Console) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bench import format_number
 from .evaluation import blocks_of, describe, fitted_temperatures
+from .loading import regime
 from .reliability import ReliabilityRow, draw_reliability
 
 
@@ -37,10 +38,9 @@ def setting_name(entry: dict[str, Any]) -> str:
     Args:
         entry (`dict`): Of `settings` in the results.
     """
-    if entry["temperature"] == 0:
-        words = ["greedy"]
-    else:
-        words = [f"temperature {entry['temperature']:g}", f"top_p {entry['top_p']:g}", f"top_k {entry['top_k']}"]
+    words = [regime(entry["temperature"])]
+    if entry["temperature"] > 0:
+        words += [f"top_p {entry['top_p']:g}", f"top_k {entry['top_k']}"]
     return ", ".join([*words, *([] if entry["thinking"] is None else [f"thinking {entry['thinking']}"])])
 
 

@@ -23,7 +23,7 @@ from .bench import check_lengths
 from .blocks import Blocks, decode_batch, whole_blocks_by_row
 from .calibration import position_metrics
 from .intervals import mean_ratio_interval, ratio_interval
-from .loading import Pair, generation_options, sampling_in_force
+from .loading import Pair, generation_options, regime, sampling_in_force
 from .schedule_options import drafter_schedule
 from .statistics import SpeculativeStats
 
@@ -396,7 +396,7 @@ def _as_list(interval: tuple[float, float] | None) -> list[float] | None:
 
 def describe(setting: Setting) -> str:
     """A setting in words, without what it shares with others."""
-    words = "greedy" if setting.temperature == 0 else f"temperature {setting.temperature:g}"
+    words = regime(setting.temperature)
     return words if setting.thinking is None else f"{words}, thinking {setting.thinking}"
 
 

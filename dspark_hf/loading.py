@@ -276,3 +276,8 @@ def sampling_in_force(
     for name, given in (("top_p", top_p), ("top_k", top_k)):
         values[name] = next(value for value in (given, getattr(own, name), defaults[name]) if value is not None)
     return values
+
+
+def regime(temperature: float) -> str:
+    """A sampling temperature in words."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
