@@ -13,13 +13,14 @@ from tqdm.auto import tqdm
 
 from .bench import check_lengths
 from .files import write_json
-from .loading import Pair, generation_options, left_padded
+from .loading import Pair, generation_options, left_padded, regime
 from .schedule_options import drafter_schedule
 
 
 if TYPE_CHECKING:
     import torch
 
+    from .decoding import DSparkGenerateOutput
     from .modeling import DSparkConfig
     from .statistics import SpeculativeStats
 
@@ -134,13 +135,12 @@ def record_blocks(
     records: list[tuple[str, list[float], int]] = []
     rounds = accepted = tokens = 0
     start = time.perf_counter()
-    kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    bar = tqdm(total=len(waiting), desc=f"Blocks, {kind}", unit="prompt")
+    bar = tqdm(total=len(waiting), desc=f"Blocks, {regime(temperature)}", unit="prompt")
     with drafter_schedule(pair.drafter, "constant", 0.0), bar as progress:
         for first in range(0, len(waiting), batch_size):
             batch = waiting[first : first + batch_size]
-            stats = _decode(pair, [inputs for _, inputs in batch], options)
-            for (name, _), row in zip(batch, _whole_blocks_by_row(stats, block_size), strict=True):
+            stats = decode_batch(pair, [inputs for _, inputs in batch], options).speculative_stats
+            for (name, _), row in zip(batch, whole_blocks_by_row(stats, block_size), strict=True):
                 records += [(name, logits, length) for logits, length in row]
             rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
             tokens += len(batch) + stats.rounds + stats.accepted  # the first, and each round's
@@ -172,21 +172,31 @@ def _check(config: DSparkConfig, max_new_tokens: int) -> None:
         )
 
 
-def _decode(pair: Pair, prompts: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> SpeculativeStats:
+def decode_batch(
+    pair: Pair, prompts: list[dict[str, torch.Tensor]], options: dict[str, Any], schedule: str = "constant"
+) -> DSparkGenerateOutput:
+    """
+    Generate for several prompts at once, left-padded, and keep each round's decision.
+
+    Args:
+        pair ([`Pair`]): Target and drafter, the latter under [`drafter_schedule`] with the same schedule.
+        prompts (`list[dict]`): As [`Pair.encode`] gives them.
+        options (`dict`): As [`generation_options`] gives them.
+        schedule (`str`): One of `SCHEDULES`.
+    """
     # Masked, so any token will do where the tokenizer has none to pad with.
     batch = left_padded(prompts, pair.tokenizer.pad_token_id or 0)
     # A schedule in the target's own generation config would count as the call's.
-    output = pair.target.generate(
+    return pair.target.generate(
         **batch,
         **options,
         assistant_model=pair.drafter,
-        num_assistant_tokens_schedule="constant",
+        num_assistant_tokens_schedule=schedule,
         return_dict_in_generate=True,
     )
-    return output.speculative_stats
 
 
-def _whole_blocks_by_row(stats: SpeculativeStats, block_size: int) -> list[list[tuple[list[float], int]]]:
+def whole_blocks_by_row(stats: SpeculativeStats, block_size: int) -> list[list[tuple[list[float], int]]]:
     """For each row of a call, confidence logits and accepted length of the blocks that were verified whole."""
     rows: list[list[tuple[list[float], int]]] = [[] for _ in stats.rows]
     for decision in stats.decisions:

@@ -21,13 +21,12 @@ from .calibration import (
     calibration_error_by_chance,
     fit_temperatures,
     position_metrics,
-    reliability_points,
     scaled_survivals,
-    survived,
 )
 from .command_files import check_plot, check_writable, read_prompts
 from .files import write_json
-from .loading import DEMO, CommandError, Pair, generation_options, load_pair, reporting
+from .loading import DEMO, CommandError, Pair, generation_options, load_pair, regime, reporting, sampling_in_force
+from .reliability import ReliabilityRow, draw_reliability
 
 
 if TYPE_CHECKING:
@@ -202,21 +201,6 @@ def split_prompts(prompt_sets: PromptSets, holdout: float, seed: int) -> tuple[P
     return parts
 
 
-def sampling_in_force(
-    pair: Pair, temperature: float, top_p: float | None, top_k: int | None
-) -> dict[str, float | int]:
-    """`top_p` and `top_k` as a call has them: those given, else the target's own, else Transformers' defaults."""
-    if temperature == 0:
-        return {}
-    from transformers import GenerationConfig
-
-    own, defaults = pair.target.generation_config, GenerationConfig._get_default_generation_params()
-    values: dict[str, float | int] = {}
-    for name, given in (("top_p", top_p), ("top_k", top_k)):
-        values[name] = next(value for value in (given, getattr(own, name), defaults[name]) if value is not None)
-    return values
-
-
 def record_and_fit(
     parts: tuple[PromptSets, PromptSets], record: Record, temperature: float, sampling: dict[str, float | int]
 ) -> Fit:
@@ -254,11 +238,6 @@ def mean_ece(positions: Sequence[PositionMetrics]) -> float:
 def error_by_chance(blocks: Blocks, temperatures: Sequence[float]) -> float:
     """What [`mean_ece`] would hardly exceed if the temperatures were right."""
     return calibration_error_by_chance(scaled_survivals(blocks.confidence_logits, temperatures))
-
-
-def regime(temperature: float) -> str:
-    """A sampling temperature in words."""
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def print_fit(fit: Fit, console: Console) -> None:
@@ -431,32 +410,13 @@ def plot_reliability(fits: Sequence[Fit], path: Path) -> None:
 
     Source: DSpark, Figure 6.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    width = len(fits[0].temperatures)
-    figure = Figure(figsize=(2.0 * width + 1.0, 2.6 * len(fits) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(fits), width, sharex=True, sharey=True, squeeze=False)
-    for row, fit in zip(panels, fits, strict=True):
+    rows = []
+    for fit in fits:
         blocks = fit.judged_on
-        happened = survived(blocks.accepted, width)
         part = "in sample" if fit.held_out is None else "kept out of the fit"
-        row[0].set_ylabel(f"{regime(blocks.sampling_temperature)}\n{part}, {len(blocks)} blocks\nfrequency")
-        for label, temperatures in (("before", [1.0] * width), ("after", fit.temperatures)):
-            survivals = scaled_survivals(blocks.confidence_logits, temperatures)
-            for position, panel in enumerate(row):
-                predicted, frequency, counts = reliability_points(survivals[:, position], happened[:, position])
-                panel.plot(predicted, frequency, linewidth=1)
-                panel.scatter(predicted, frequency, s=4 + 60 * counts / len(blocks), label=label)
-        metrics = zip(row, *before_and_after(blocks, fit.temperatures), strict=True)
-        for position, (panel, before, after) in enumerate(metrics, start=1):
-            panel.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
-            panel.set_title(f"position {position}\nECE {before.ece:.1%} → {after.ece:.1%}", fontsize=9)
-    for panel in panels[-1]:
-        panel.set_xlabel("survival")
-    panels[0, 0].legend(fontsize=8)
-    figure.savefig(path, format="png", dpi=120)
+        label = f"{regime(blocks.sampling_temperature)}\n{part}, {len(blocks)} blocks"
+        rows.append(ReliabilityRow(label, blocks.confidence_logits, blocks.accepted, fit.temperatures))
+    draw_reliability(rows, path)
 
 
 def stored_entries(pair: Pair, temperatures: Sequence[float] | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The `dspark` command: demo, generate, bench, profile, calibrate, simulate, train, env.
+"""The `dspark` command and its subcommands.
 
 Torch and Transformers are imported by the commands that need them, after the arguments have been checked.
 """
@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): the arguments; by default the process's.
 
     Returns:
-        `int`: 0, or 1 if `calibrate --check` advises a refit, or 2 for something given that cannot be used (said in
-            one line on stderr), or 130 after Ctrl-C.
+        `int`: 0, or 1 if `calibrate --check` advises a refit or `eval` ran into its time limit, or 2 for something
+            given that cannot be used (said in one line on stderr), or 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     # The Trainer's options, some two hundred, are no keyword arguments: `train` has a parser of its own.
@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_profile(commands)
     _add_calibrate(commands)
+    _add_eval(commands)
     _add_simulate(commands)
     commands.add_parser("train", help="train a drafter with the Trainer", add_help=False)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
@@ -233,6 +234,52 @@ def _add_calibrate(commands: argparse._SubParsersAction[_Parser]) -> None:
     calibrate.set_defaults(run=_run_calibrate)
 
 
+def _add_eval(commands: argparse._SubParsersAction[_Parser]) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="acceptance by task and position with intervals, and calibration, for any drafter",
+        description="Decode prompts task by task and report tokens a round, accepted drafts, acceptance by position "
+        "and calibration, with intervals over prompts. With --output a run that was broken off is taken up by the "
+        "same command.",
+    )
+    _add_pair(evaluate)
+    evaluate.add_argument(
+        "--tasks",
+        help="separated by commas: names of sets, .jsonl files with the field 'prompt', or datasets as "
+        "NAME:SPLIT:COLUMN; default: all sets",
+    )
+    evaluate.add_argument("--prompts", metavar="FOLDER", help="sets, as .jsonl files; default: the bundled ones")
+    evaluate.add_argument("--limit", type=_positive_int, help="prompts of each task; default: all")
+    evaluate.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
+    evaluate.add_argument("--batch-size", type=_positive_int, default=8, help="default: %(default)s")
+    evaluate.add_argument(
+        "--temperature",
+        dest="temperatures",
+        metavar="T",
+        type=_temperature,
+        nargs="+",
+        action="extend",
+        help="measure at each of these, 0 is greedy; default: 0 1",
+    )
+    _add_sampling(evaluate)
+    evaluate.add_argument(
+        "--thinking",
+        choices=("on", "off"),
+        nargs="+",
+        help="for chat templates with enable_thinking: measure each; default: the template's own choice",
+    )
+    evaluate.add_argument(
+        "--schedule", choices=SCHEDULES, default="constant", help="default: %(default)s, all drafts verified"
+    )
+    evaluate.add_argument("--threshold", type=_threshold, help="of --schedule confidence; default: drafter's")
+    evaluate.add_argument("--time-limit", metavar="MINUTES", type=_minutes, help="stop then; run again to go on")
+    evaluate.add_argument("--output", metavar="FILE", help="write all numbers to this JSON file")
+    evaluate.add_argument("--markdown", metavar="FILE", help="write the tables of a model card")
+    evaluate.add_argument("--plot", metavar="FOLDER", help="draw acceptance, reliability and the temperature sweep")
+    _add_placement(evaluate, dtype="auto")
+    evaluate.set_defaults(run=_run_eval)
+
+
 def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
     simulate = commands.add_parser(
         "simulate",
@@ -331,6 +378,12 @@ def _run_profile(**arguments: object) -> int:
 
 def _run_calibrate(**arguments: object) -> int:
     from .calibrate import run
+
+    return run(**arguments)
+
+
+def _run_eval(**arguments: object) -> int:
+    from .eval_command import run
 
     return run(**arguments)
 
@@ -440,6 +493,10 @@ def _probability(text: str) -> float:
 
 def _seconds(text: str) -> float:
     return _within(text, float, "a number of seconds above 0", lambda value: 0 < value < float("inf"))
+
+
+def _minutes(text: str) -> float:
+    return _within(text, float, "a number of minutes above 0", lambda value: 0 < value < float("inf"))
 
 
 def _auc(text: str) -> float:

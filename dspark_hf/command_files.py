@@ -33,10 +33,20 @@ def read_prompts(source: str | None, limit: int | None = None) -> dict[str, list
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise CommandError(f"--prompts {source!r}: the folder holds no .jsonl file")
-    return {file.stem: _read_prompt_file(file, limit) for file in files}
+    return {file.stem: read_prompt_file(file, limit) for file in files}
 
 
-def _read_prompt_file(file: Path, limit: int | None) -> list[str]:
+def read_prompt_file(file: Path, limit: int | None = None, argument: str = "--prompts") -> list[str]:
+    """The field `prompt` of each line of a `.jsonl` file.
+
+    Args:
+        file (`Path`): is there.
+        limit (`int`, *optional*): how many lines; by default all.
+        argument (`str`, *optional*, defaults to `"--prompts"`): what an error names.
+
+    Raises:
+        `CommandError`: a line is not a JSON object with a non-empty `prompt`, or there is none.
+    """
     prompts = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if limit is not None and len(prompts) == limit:
@@ -46,13 +56,13 @@ def _read_prompt_file(file: Path, limit: int | None) -> list[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise CommandError(f"--prompts: {file}:{number} is not JSON ({error}); give one object a line") from error
+            raise CommandError(f"{argument}: {file}:{number} is not JSON ({error}); give one object a line") from error
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if not isinstance(prompt, str) or not prompt:
-            raise CommandError(f"--prompts: {file}:{number} has no text in the field 'prompt'; add it")
+            raise CommandError(f"{argument}: {file}:{number} has no text in the field 'prompt'; add it")
         prompts.append(prompt)
     if not prompts:
-        raise CommandError(f"--prompts: {file} has no prompts; give at least one line")
+        raise CommandError(f"{argument}: {file} has no prompts; give at least one line")
     return prompts
 
 
@@ -70,6 +80,13 @@ def check_plot(plot: str | None) -> None:
             f"--plot {plot!r}: it needs matplotlib, which is not here; pip install 'dspark-hf[plots]' (in a checkout "
             "'.[plots]'), or leave --plot out"
         )
+
+
+def check_plot_folder(plot: str | None) -> None:
+    """The same for plots that go to a folder."""
+    if plot is not None and Path(plot).expanduser().is_file():
+        raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
+    check_plot(plot)
 
 
 def write_results(output: str, results: dict[str, Any]) -> None:

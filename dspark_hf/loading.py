@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+# What chat templates of models that can think or not call the choice.
+THINKING = "enable_thinking"
 
 
 class CommandError(Exception):
@@ -55,22 +57,29 @@ class Pair:
             f"{dtype} on {self.target.device}"
         )
 
-    def encode(self, prompt: str, chat: bool | None = None) -> dict[str, torch.Tensor]:
+    def encode(self, prompt: str, chat: bool | None = None, thinking: bool | None = None) -> dict[str, torch.Tensor]:
         """Tokenise one prompt.
 
         Args:
             prompt (`str`): the text.
             chat (`bool`, *optional*): whether to wrap it as a user's turn in the tokenizer's chat template. By
                 default it is wrapped if there is a template.
+            thinking (`bool`, *optional*): the chat template's `enable_thinking`; by default the template's own choice.
 
         Returns:
             `dict`: `input_ids` and `attention_mask`, `torch.Tensor` of shape `(1, prompt_length)` on the target's
             device.
 
         Raises:
-            `CommandError`: a chat was asked for and the tokenizer has no template, or the prompt is empty.
+            `CommandError`: a chat was asked for and the tokenizer has no template, or thinking and the template has no
+                such choice, or the prompt is empty.
         """
         has_template = self.tokenizer.chat_template is not None
+        if thinking is not None and not (has_template and THINKING in self.tokenizer.get_chat_template()):
+            raise CommandError(
+                f"--thinking {'on' if thinking else 'off'}: the chat template of {self.names[0]!r} has no "
+                f"`{THINKING}`; leave --thinking out"
+            )
         if chat and not has_template:
             raise CommandError(
                 f"--chat: the tokenizer of {self.names[0]!r} has no chat template; leave --chat out to continue "
@@ -78,8 +87,9 @@ class Pair:
             )
         if has_template and chat is not False:
             turn = [{"role": "user", "content": prompt}]
+            asked = {} if thinking is None else {THINKING: thinking}
             encoded = self.tokenizer.apply_chat_template(
-                turn, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                turn, add_generation_prompt=True, return_dict=True, return_tensors="pt", **asked
             )
         else:
             encoded = self.tokenizer(prompt, return_tensors="pt")
@@ -251,3 +261,23 @@ def generation_options(
         options["temperature"] = temperature
         options |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
     return options
+
+
+def sampling_in_force(
+    pair: Pair, temperature: float, top_p: float | None, top_k: int | None
+) -> dict[str, float | int]:
+    """`top_p` and `top_k` as a call has them: those given, else the target's own, else Transformers' defaults."""
+    if temperature == 0:
+        return {}
+    from transformers import GenerationConfig
+
+    own, defaults = pair.target.generation_config, GenerationConfig._get_default_generation_params()
+    values: dict[str, float | int] = {}
+    for name, given in (("top_p", top_p), ("top_k", top_k)):
+        values[name] = next(value for value in (given, getattr(own, name), defaults[name]) if value is not None)
+    return values
+
+
+def regime(temperature: float) -> str:
+    """A sampling temperature in words."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"

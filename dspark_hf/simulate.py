@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .bench import format_number
-from .command_files import check_plot, check_writable, read_prompts, write_results
+from .command_files import check_plot_folder, check_writable, read_prompts, write_results
 from .loading import DEMO, CommandError, Pair, check_source, load_pair, reporting
 
 
@@ -73,7 +73,7 @@ def run(
         `CommandError`: something given cannot be used.
     """
     check_writable("--output", output)
-    _check_plot(plot)
+    check_plot_folder(plot)
     if blocks is not None and (prompts is not None or limit is not None):
         raise CommandError("--prompts and --limit have no effect with --blocks; leave them out")
     prompt_sets = read_prompts(prompts, limit) if blocks is None else {}
@@ -134,12 +134,6 @@ def run(
         for path in write_plots(Path(plot).expanduser(), sweep, load):
             console.print(f"Written: {path}", highlight=False)
     return 0
-
-
-def _check_plot(plot: str | None) -> None:
-    if plot is not None and Path(plot).expanduser().is_file():
-        raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
-    check_plot(plot)
 
 
 def _read_blocks(path: str) -> Blocks:

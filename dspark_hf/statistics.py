@@ -1,5 +1,6 @@
 """What a speculative call did: rounds, acceptance, seconds."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,49 @@ class SpeculativeStats:
     seconds_rest: float = 0.0
     rows: list["SpeculativeStats"] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def of_rounds(cls, verified: Sequence[int], accepted: Sequence[int]) -> "SpeculativeStats":
+        """
+        Count rounds of which only the outcome is known.
+
+        Args:
+            verified, accepted (`Sequence[int]`): Of each round, the drafts sent, which count as drafted too, and
+                accepted.
+
+        Raises:
+            `ValueError`: one list is longer than the other, or more drafts were accepted than sent.
+        """
+        if len(verified) != len(accepted):
+            raise ValueError(
+                f"`verified` has {len(verified)} rounds and `accepted` {len(accepted)}; give one of each."
+            )
+        stats = cls()
+        for sent, kept in zip(verified, accepted, strict=True):
+            if not 0 <= kept <= sent:
+                raise ValueError(
+                    f"A round has {kept} in `accepted` and {sent} in `verified`; accepted must be 0 to verified."
+                )
+            stats.record(sent, sent, kept)
+        return stats
+
+    @classmethod
+    def total(cls, each: Iterable["SpeculativeStats"], block_size: int) -> "SpeculativeStats":
+        """
+        Counts of several calls or rows together, without seconds, rows and decisions.
+
+        Args:
+            each (`Iterable[SpeculativeStats]`): Of drafters with one block size.
+            block_size (`int`): The positions that the lists get.
+        """
+        total = cls(sent_by_position=[0] * block_size, accepted_by_position=[0] * block_size)
+        for stats in each:
+            for name in ("rounds", "drafted", "verified", "accepted"):
+                setattr(total, name, getattr(total, name) + getattr(stats, name))
+            for name in ("sent_by_position", "accepted_by_position"):
+                for position, count in enumerate(getattr(stats, name)):
+                    getattr(total, name)[position] += count
+        return total
 
     def record(self, drafted: int, verified: int, accepted: int) -> None:
         """Count one row's round."""

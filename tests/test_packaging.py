@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark_hf import metrics
+
 
 ROOT = Path(__file__).parents[1]
 tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
@@ -56,7 +58,10 @@ def test_the_wheel_holds_code_and_data(wheel_names):
         "dspark_hf/cli.py",
         "dspark_hf/modeling/__init__.py",
         "dspark_hf/assets/prompts/school-maths.jsonl",
+        "dspark_hf/assets/eval-prompts/README.md",
+        "dspark_hf/assets/eval-prompts/gsm8k.jsonl",
     }
+    expected |= {f"dspark_hf/metrics/{name}/{name}.py" for name in metrics.NAMES}
     folder = "dspark_hf/assets/smollm2-135m-instruct-drafter"
     expected |= {f"{folder}/{name}" for name in ("config.json", "model.safetensors", "README.md")}
     expected |= {f"dspark_hf/modeling/{file.name}" for file in (ROOT / "modeling").glob("*.py")}

@@ -420,7 +420,7 @@ def test_bad_input_is_one_line(files, capsys, argv, parts):
 def test_without_matplotlib_plots_are_refused_before_anything_is_done(files, monkeypatch):
     monkeypatch.setattr(command_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CommandError, match=r"--plot .*needs matplotlib.*dspark-hf\[plots\]"):
-        simulate._check_plot("plots")
+        command_files.check_plot_folder("plots")
 
 
 def test_the_plots_are_written(files):

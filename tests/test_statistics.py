@@ -63,3 +63,23 @@ def test_plain_values():
     assert values["acceptance_by_position"] == [1.0, 1.0, 0.0, None]
     assert values["rows"][0]["accepted"] == 2
     assert "rows" not in SpeculativeStats().to_dict()
+
+
+def test_rounds_counted_from_their_outcome():
+    stats = SpeculativeStats.of_rounds(verified=[4, 3, 1], accepted=[2, 3, 0])
+    assert stats == recorded((4, 4, 2), (3, 3, 3), (1, 1, 0))
+    with pytest.raises(ValueError, match="2 rounds and `accepted` 1"):
+        SpeculativeStats.of_rounds([1, 1], [1])
+    with pytest.raises(ValueError, match="-1 in `accepted`"):
+        SpeculativeStats.of_rounds([1], [-1])
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.lists(rounds, max_size=5), max_size=5))
+def test_the_total_of_calls_is_that_of_all_their_rounds(calls):
+    total = SpeculativeStats.total([recorded(*call) for call in calls], block_size=8)
+    together = recorded(*(each for call in calls for each in call))
+    missing = 8 - len(together.sent_by_position)
+    together.sent_by_position += [0] * missing
+    together.accepted_by_position += [0] * missing
+    assert total == together
