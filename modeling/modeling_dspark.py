@@ -29,6 +29,8 @@ from .slot_buffer import SlotBuffer
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Dtypes a module that is not quantised computes in.
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# What the Hub is told a drafter is.
+TAGS = ("speculative-decoding", "draft-model", "dspark")
 
 
 class DraftContext:
@@ -332,6 +334,7 @@ class DSparkDraftModel(PreTrainedModel):
         # Defaults for drafting only: nothing of the model's config belongs in it.
         self.generation_config = GenerationConfig()
         self.last_call = LastCall()
+        self.model_tags = list(TAGS)  # `push_to_hub` adds to it, so each has its own
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:

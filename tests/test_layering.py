@@ -36,6 +36,7 @@ TOP = (
     "calibrate",
     "profile_command",
     "command_files",
+    "hub_commands",
 )
 
 
