@@ -7,9 +7,10 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from .card_inputs import (
     TRAINING_NAME,
@@ -164,6 +165,12 @@ def _read(drafter: DSparkDraftModel, folder: Path, sources: CardSources) -> Know
     path = folder / TRAINING_NAME
     training = read_training(path) if path.is_file() else None
     evaluations = [read_evaluation(file) for file in sources.evaluations]
+    for one in evaluations:
+        if one.block_size not in (None, drafter.config.block_size):
+            raise ValueError(
+                f"{one.path} is of another drafter: its `block_size` is {one.block_size}, and here it is "
+                f"{drafter.config.block_size}. Evaluate this one."
+            )
     benchmarks = [read_benchmark(file) for file in sources.benchmarks]
     trained = (training or {}).get("target", {})
     measured = [*evaluations, *benchmarks]
@@ -281,12 +288,13 @@ def _facts(known: Known) -> list[tuple[str, str]]:
 
 def _recommended_sampling(known: Known) -> tuple[Sampling, str]:
     """What the card's code shows, and why: where most is accepted, else what it was trained on, else greedy."""
+    thinking = known.data.get("thinking")
     settings = [setting for evaluation in known.evaluations for setting in evaluation.settings]
     measured = [setting for setting in settings if setting.macro.mean_acceptance_length is not None]
     if measured:
-        best = max(measured, key=lambda setting: setting.macro.mean_acceptance_length)
-        return best.sampling, ", where most drafts are accepted of what was measured below"
-    thinking = known.data.get("thinking")
+        best = max(measured, key=lambda setting: setting.macro.mean_acceptance_length).sampling
+        best = best if best.thinking is not None else replace(best, thinking=thinking)
+        return best, ", where most drafts are accepted of what was measured below"
     drawn_at = [value for value in known.data.get("temperatures", []) if isinstance(value, (int, float))]
     if drawn_at:
         return Sampling(float(drawn_at[0]), thinking=thinking), ", as the texts it was trained on were drawn"
@@ -314,9 +322,9 @@ def _speed_details(benchmark: Benchmark) -> list[str]:
         details.append(f"{benchmark.max_new_tokens} new tokens")
     calls = [speed.calls for speed in benchmark.speeds if speed.calls is not None]
     if calls:
-        details.append(
-            f"{min(calls):g} to {max(calls):g} calls each" if min(calls) < max(calls) else f"{calls[0]:g} calls each"
-        )
+        least, most = min(calls), max(calls)
+        counted = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+        details.append(f"{counted} call{'s' * (most > 1)} each")
     return details
 
 
@@ -326,9 +334,9 @@ def _caption(known: Known, measured: Evaluation | Benchmark, details: Iterable[s
     parts += [f"{name} {measured.versions[name]}" for name in ("torch", "transformers") if name in measured.versions]
     if measured.target not in (None, known.target):
         parts.append(f"target `{measured.target}`")
-    name = f"{FIGURES_FOLDER}/{measured.path.name}"
+    link = f"[{measured.path.name}]({FIGURES_FOLDER}/{quote(measured.path.name)})"
     text = ", ".join(filter(None, parts))
-    return f"{text[0].upper()}{text[1:]} ([{measured.path.name}]({name})):"
+    return f"{text[0].upper()}{text[1:]} ({link}):"
 
 
 def _calibration(config: DSparkConfig) -> str:
@@ -415,7 +423,7 @@ def _limits(known: Known) -> list[str]:
         if thinking
         else "**Thinking mode**: which mode of the chat template the training texts were in is not recorded. If the "
         "target has several, expect them to differ.",
-        f"**Context length**: trained on texts of up to {longest:,} tokens; beyond that it has not been tried."
+        f"**Context length**: trained on texts of up to {longest:,} tokens; beyond that fewer drafts may be accepted."
         if isinstance(longest, int)
         else "**Context length**: how long the training texts were is not recorded; the config allows "
         f"{config.max_position_embeddings:,} positions.",

@@ -114,11 +114,12 @@ class EvaluatedSetting:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A file of `dspark eval`."""
+    """A file of `dspark eval`; `block_size` is that of the drafter it measured."""
 
     path: Path
     target: str | None
     dtype: str | None
+    block_size: int | None
     hardware: str
     versions: dict[str, str]
     settings: tuple[EvaluatedSetting, ...]
@@ -233,11 +234,13 @@ def read_evaluation(path: str | Path) -> Evaluation:
         other = " (it is one of `dspark bench`: give it as --bench)" if isinstance(settings, dict) else ""
         raise ValueError(f"{path} is not a file of `dspark eval`: it has no list of `settings`{other}.")
     target = _part(path, record, "target", dict)
+    drafter = _part(path, record, "drafter", dict, needed=False) or {}
     machine = _part(path, record, "machine", dict)
     return Evaluation(
         path,
         _part(path, target, "id", str, "target", needed=False),
         _part(path, target, "dtype", str, "target", needed=False),
+        _part(path, drafter, "block_size", int, "drafter", needed=False),
         hardware_words(machine),
         _part(path, record, "versions", dict, needed=False) or {},
         tuple(_evaluated(path, _object(path, setting, "an entry of settings")) for setting in settings),

@@ -110,9 +110,10 @@ def calibration_table(config: DSparkConfig) -> str:
         errors = (fit.get("made_with") or {}).get("ece") or {}
         kept_out = bool(errors.get("held_out"))
         shown = errors.get("held_out") or errors.get("fit") or {}
-        for when, values in shown.items():
+        for when in ("before", "after"):
             told = f"ECE {when}, {'prompts kept out of the fit' if kept_out else 'in sample'}"
-            rows.append([words, told, *(f"{value:.1%}" for value in values)])
+            if when in shown:
+                rows.append([words, told, *(f"{value:.1%}" for value in shown[when])])
     head = ["decoding", "", *(f"pos. {position}" for position in range(1, config.block_size + 1))]
     return markdown_table(head, rows)
 

@@ -215,6 +215,40 @@ def test_calibration_is_told(folder):
     assert "no confidence head" in section(render_card(bare, folder), "Calibration")
 
 
+def test_an_evaluation_of_another_drafter_is_refused(folder, tmp_path):
+    record = evaluation()
+    record["drafter"]["block_size"] = 4
+    with pytest.raises(ValueError, match="of another drafter: its `block_size` is 4, and here it is 7"):
+        render(folder, evaluations=[write(tmp_path / "eval.json", record)])
+
+
+def test_acceptance_by_position_is_the_sets_mean_where_there_is_none_of_all(tmp_path):
+    record = evaluation()
+    for setting in record["settings"]:
+        del setting["macro"]["acceptance_by_position"]
+    first = record["settings"][0]["tasks"]
+    first["gsm8k"]["acceptance_by_position"] = [0.2, None, None]
+    macro = read_evaluation(write(tmp_path / "eval.json", record)).settings[0].macro
+    assert macro.mean_acceptance_length == 2.0 and macro.by_position == pytest.approx((0.6, 0.5, None))
+
+
+def test_provenance_as_the_data_command_groups_it(folder):
+    record = training()
+    record["data"] = {
+        "prompts": {"sources": {"openai/gsm8k": 7473, "seeds": 175}, "dropped": {"too long": 3}},
+        "sampling": {"temperatures": [0.7, 1.0], "top_p": 1.0},
+        "samples": {"planned": 8000, "done": 7648},
+        "thinking": "default",
+    }
+    write(folder / "training.json", record)
+    card = render(folder)
+    told = section(card, "Training")
+    assert "openai/gsm8k (7,473), seeds (175)" in told
+    assert "7,648 samples, drawn at temperature 0.7, 1.0, thinking default" in told
+    assert ModelCard(card).data.datasets == ["openai/gsm8k"]
+    assert "as the chat template has it by default" in section(card, "Limits")
+
+
 # Code.
 
 
@@ -223,7 +257,7 @@ def test_calibration_is_told(folder):
     [
         (None, None, None, ["do_sample=False"]),
         ([0.7], "on", None, ["do_sample=True, temperature=0.7", "enable_thinking=True"]),
-        ([0.7], "off", (1.5, 1.75), ["do_sample=True, temperature=1"]),
+        ([0.7], "off", (1.5, 1.75), ["do_sample=True, temperature=1", "enable_thinking=False"]),
         ([0.7], "off", (2.5, 1.75), ["do_sample=False"]),
     ],
 )
