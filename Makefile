@@ -7,6 +7,7 @@
 #   make format       let ruff rewrite what `make lint` complains about
 #   make test-floor   the test suite on the oldest supported transformers and on one in between
 #   make bench        plain generate, prompt lookup and DSpark in turn (BENCH_ARGS="--help" for the options)
+#   make cards        render the model cards of hub_cards/ anew
 #   make clean        remove the virtual environments
 #
 # Variables: PYTHON (python3), VENV (.venv), TORCH (what is installed when the environment has no torch;
@@ -25,7 +26,7 @@ BENCH_ARGS ?= --output bench.json
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format test-floor bench clean
+.PHONY: help demo test lint format test-floor bench cards clean
 .DELETE_ON_ERROR:
 
 help:
@@ -75,6 +76,10 @@ test-floor: .venv-floor/.installed-dev .venv-between/.installed-dev
 
 bench: $(VENV)/.installed-demo
 	$(VENV)/bin/dspark bench $(BENCH_ARGS)
+
+# A card a line, so that tests/test_card.py can render each in the same way.
+cards: $(VENV)/.installed-demo
+	$(VENV)/bin/dspark card dspark_hf/assets/smollm2-135m-instruct-drafter --target HuggingFaceTB/SmolLM2-135M-Instruct --licence apache-2.0 --dataset openai/gsm8k --bench docs/measurements/bench-greedy.json docs/measurements/bench-temperature-1.json --output hub_cards/smollm2-135m-instruct-drafter.md
 
 clean:
 	rm -rf $(VENV) .venv-floor .venv-between

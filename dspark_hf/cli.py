@@ -67,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_simulate(commands)
     commands.add_parser("train", help="train a drafter with the Trainer", add_help=False)
+    _add_card(commands)
+    _add_push(commands)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
     environment.set_defaults(run=_run_env)
     return parser
@@ -315,6 +317,61 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
     simulate.set_defaults(run=_run_simulate)
 
 
+def _add_card(commands: argparse._SubParsersAction[_Parser]) -> None:
+    card = commands.add_parser(
+        "card",
+        help="the model card of a drafter, as dspark push writes it",
+        description="Render a drafter's model card from its config, its training.json and measured figures. What is "
+        "not known, it says.",
+    )
+    _add_card_sources(card)
+    card.add_argument("--repo-id", metavar="REPO_ID", help="what its code loads; default: the folder by its name")
+    card.add_argument("--output", metavar="FILE", help="write it to this file; default: print it")
+    card.set_defaults(run=_run_card)
+
+
+def _add_push(commands: argparse._SubParsersAction[_Parser]) -> None:
+    push = commands.add_parser(
+        "push",
+        help="a drafter with its code, provenance, figures and card to the Hub",
+        description="Check a drafter, stage it as a repository that loads with and without dspark_hf, and upload it "
+        "in one commit. The token is that of `hf auth login` or HF_TOKEN. A card that was edited on the Hub stays.",
+    )
+    _add_card_sources(push)
+    push.add_argument("repo_id", metavar="REPO_ID", help="NAMESPACE/NAME, created if it is not there")
+    push.add_argument("--plot", metavar="FILE", help="calibration plot, PNG; default: the folder's calibration.png")
+    push.add_argument("--private", action="store_true", help="a new repository is private; an old one must be")
+    push.add_argument("--revision", metavar="BRANCH", help="created if it is not there; default: the main branch")
+    push.add_argument("--message", help="of the commit; default: Upload DSpark drafter")
+    push.add_argument("--overwrite-card", action="store_true", help="replace a card that was edited by hand as well")
+    push.add_argument("--dry-run", action="store_true", help="send nothing: leave the staged repository in a folder")
+    push.set_defaults(run=_run_push)
+
+
+def _add_card_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="of the drafter, with its training.json if there is one")
+    for option, name, command in (("--eval", "evaluations", "eval"), ("--bench", "benchmarks", "bench")):
+        parser.add_argument(
+            option,
+            dest=name,
+            metavar="FILE",
+            nargs="+",
+            action="extend",
+            default=[],
+            help=f"figures of `dspark {command} --output`",
+        )
+    parser.add_argument("--target", metavar="REPO_ID", help="Hub id of the target; default: what training.json says")
+    parser.add_argument("--licence", metavar="ID", help="of the weights, as the Hub names it, for example apache-2.0")
+    parser.add_argument(
+        "--dataset",
+        dest="datasets",
+        metavar="REPO_ID",
+        action="append",
+        default=[],
+        help="Hub id of a data set it was trained on, besides those that training.json names (repeatable)",
+    )
+
+
 def _add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
     parser.add_argument("--drafter", help="folder or Hub id of a drafter for this target; default: the demo's")
@@ -392,6 +449,18 @@ def _run_simulate(**arguments: object) -> int:
     from .simulate import run
 
     return run(**arguments)
+
+
+def _run_card(**arguments: object) -> int:
+    from .hub_commands import card
+
+    return card(**arguments)
+
+
+def _run_push(**arguments: object) -> int:
+    from .hub_commands import push
+
+    return push(**arguments)
 
 
 def _run_generate(

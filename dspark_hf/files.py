@@ -10,17 +10,28 @@ from typing import Any
 
 def write_json(path: str | Path, value: Any) -> None:
     """
-    Write a JSON file in one step: an old one keeps its permissions, and stays as it is if anything fails.
+    Write a JSON file in one step, as [`write_text`] does.
 
     Args:
         path (`str` or `Path`): The file; its folder must exist.
         value (`Any`): What `json` can write.
     """
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """
+    Write a text file in one step: an old one keeps its permissions, and stays as it is if anything fails.
+
+    Args:
+        path (`str` or `Path`): The file; its folder must exist.
+        text (`str`): Written as UTF-8.
+    """
     path = Path(path)
     file = tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8")
     try:
         with file:
-            file.write(json.dumps(value, indent=2) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())  # before the name changes hands, or a crash could leave an empty file
         if path.exists():

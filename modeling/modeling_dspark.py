@@ -38,6 +38,10 @@ from .format_fields import Reading
 from .slot_buffer import SlotBuffer
 
 
+# What the Hub is told a drafter is.
+TAGS = ("speculative-decoding", "draft-model", "dspark")
+
+
 @dataclass
 class BackbonePass:
     """
@@ -439,6 +443,7 @@ class DSparkDraftModel(PreTrainedModel):
         # Defaults for drafting only: nothing of the model's config belongs in it.
         self.generation_config = GenerationConfig()
         self.last_call = LastCall()
+        self.model_tags = list(TAGS)  # `push_to_hub` adds to it, so each has its own
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:

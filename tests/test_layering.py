@@ -44,6 +44,7 @@ TOP = (
     "command_files",
     "train_command",
     "training_callbacks",
+    "hub_commands",
 )
 
 

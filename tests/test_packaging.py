@@ -31,7 +31,7 @@ def wheel_names(tmp_path_factory) -> list[str]:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("dspark_hf", "modeling"):
+    for name in ("dspark_hf", "modeling", "hub_cards"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([*command, str(folder), str(source)], check=True, capture_output=True)
@@ -43,7 +43,7 @@ def wheel_names(tmp_path_factory) -> list[str]:
 def test_every_package_is_listed(pyproject):
     """A folder of modules that pyproject does not list would be missing from an installation."""
     listed = set(pyproject["tool"]["setuptools"]["packages"])
-    found = {"dspark_hf.modeling"}
+    found = {"dspark_hf.modeling", "dspark_hf.hub_cards"}
     for init in (ROOT / "dspark_hf").rglob("__init__.py"):
         found.add(".".join(init.parent.relative_to(ROOT).parts))
     assert listed == found
@@ -60,6 +60,7 @@ def test_the_wheel_holds_code_and_data(wheel_names):
         "dspark_hf/assets/prompts/school-maths.jsonl",
         "dspark_hf/assets/eval-prompts/README.md",
         "dspark_hf/assets/eval-prompts/gsm8k.jsonl",
+        "dspark_hf/hub_cards/template.md",
     }
     expected |= {f"dspark_hf/metrics/{name}/{name}.py" for name in metrics.NAMES}
     folder = "dspark_hf/assets/smollm2-135m-instruct-drafter"
@@ -67,7 +68,8 @@ def test_the_wheel_holds_code_and_data(wheel_names):
     expected |= {f"dspark_hf/modeling/{file.name}" for file in (ROOT / "modeling").glob("*.py")}
     assert expected <= set(wheel_names)
     assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
-    assert not any(name.startswith(("modeling/", "tests/")) for name in wheel_names)
+    assert not any(name.startswith(("modeling/", "hub_cards/", "tests/")) for name in wheel_names)
+    assert [name for name in wheel_names if "hub_cards" in name] == ["dspark_hf/hub_cards/template.md"]
 
 
 def test_installed_modeling_is_the_one_copy():
