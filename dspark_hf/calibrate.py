@@ -27,7 +27,7 @@ from .calibration import (
 )
 from .command_files import check_plot, check_writable, read_prompts
 from .files import write_json
-from .loading import DEMO, CommandError, Pair, generation_options, load_pair, reporting
+from .loading import DEMO, CommandError, Pair, generation_options, load_pair, reporting, sampling_in_force
 
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ def run(
         return int(any([check_fit(pair, prompt_sets, record, entry, top_p, top_k, console) for entry in entries]))
     fits = []
     for temperature in dict.fromkeys(temperatures or TEMPERATURES):
-        fits.append(record_and_fit(parts, record, temperature, sampling_in_force(pair, temperature, top_p, top_k)))
+        fits.append(
+            record_and_fit(parts, record, temperature, sampling_in_force(pair.target, temperature, top_p, top_k))
+        )
         print_fit(fits[-1], console)
     written = [write_fits(pair, fits, parts, max_new_tokens, *destination)]
     if blocks is not None:
@@ -200,21 +202,6 @@ def split_prompts(prompt_sets: PromptSets, holdout: float, seed: int) -> tuple[P
     for index, (name, prompt) in enumerate(everything):
         parts[index in kept_out].setdefault(name, []).append(prompt)
     return parts
-
-
-def sampling_in_force(
-    pair: Pair, temperature: float, top_p: float | None, top_k: int | None
-) -> dict[str, float | int]:
-    """`top_p` and `top_k` as a call has them: those given, else the target's own, else Transformers' defaults."""
-    if temperature == 0:
-        return {}
-    from transformers import GenerationConfig
-
-    own, defaults = pair.target.generation_config, GenerationConfig._get_default_generation_params()
-    values: dict[str, float | int] = {}
-    for name, given in (("top_p", top_p), ("top_k", top_k)):
-        values[name] = next(value for value in (given, getattr(own, name), defaults[name]) if value is not None)
-    return values
 
 
 def record_and_fit(
@@ -505,7 +492,7 @@ def check_fit(
     top_p, top_k = (
         made_with.get(name) if given is None else given for name, given in (("top_p", top_p), ("top_k", top_k))
     )
-    blocks = record(prompt_sets, temperature, **sampling_in_force(pair, temperature, top_p, top_k))
+    blocks = record(prompt_sets, temperature, **sampling_in_force(pair.target, temperature, top_p, top_k))
     title = f"Survival, {regime(temperature)}, over {len(blocks)} new blocks"
     console.print(metrics_table(title, temperatures, blocks))
     raw, now = map(mean_ece, before_and_after(blocks, temperatures))

@@ -16,11 +16,16 @@ def write_json(path: str | Path, value: Any) -> None:
         path (`str` or `Path`): The file; its folder must exist.
         value (`Any`): What `json` can write.
     """
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """As [`write_json`], with any text."""
     path = Path(path)
     file = tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8")
     try:
         with file:
-            file.write(json.dumps(value, indent=2) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())  # before the name changes hands, or a crash could leave an empty file
         if path.exists():

@@ -21,6 +21,10 @@ BOTTOM = (
     "locks",
     "calibration",
     "files",
+    "data",
+    "chat_format",
+    "near_duplicates",
+    "progress",
 )
 # Modules that only the command line and the package's face may know.
 TOP = (
@@ -36,6 +40,10 @@ TOP = (
     "calibrate",
     "profile_command",
     "command_files",
+    "prepare_data",
+    "data_folder",
+    "prompt_sources",
+    "answering",
 )
 
 

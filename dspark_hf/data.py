@@ -1,0 +1,281 @@
+"""
+Training data: whole conversations as tokens, with a mask of those that the target wrote.
+
+A data set is a folder that `datasets.load_from_disk` reads, with one record a sample:
+
+- `input_ids` (`list[int]`): the conversation, the chat template's tokens included;
+- `loss_mask` (`list[int]`): of the same length, 1 at the target's own tokens, the one that ends a turn included;
+- `temperature` (`float`, *optional*): at which the target wrote, 0 being greedy; `None` if others wrote;
+- `source` (`str`): the prompt's file or data set;
+- `finished` (`bool`): whether the target ended its last turn, rather than being cut off;
+- `prompt` (`str`): the same for all samples of a prompt, and different for others.
+
+`provenance.json` beside it says how it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+NEEDED_COLUMNS = ("input_ids", "loss_mask")
+# Of the lengths that statistics tell of.
+QUANTILES = (0.05, 0.5, 0.95, 1.0)
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def import_datasets() -> ModuleType:
+    """
+    The package `datasets`, which a minimal installation lacks.
+
+    Raises:
+        `ImportError`: saying how to install it.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise ImportError(
+            "Training data needs the package datasets, which is not here: pip install 'dspark-hf[train]' (in a "
+            "checkout '.[train]')."
+        )
+    import datasets
+
+    return datasets
+
+
+def load_training_data(folder: str | Path) -> Dataset:
+    """
+    Training data from a folder: what `dspark prepare-data` wrote, or a data set of the user's own with the same
+    columns `input_ids` and `loss_mask`.
+
+    Args:
+        folder (`str` or `Path`): As `datasets.load_from_disk` takes it.
+
+    Raises:
+        `ImportError`: if `datasets` is missing.
+        `ValueError`: if there is no data set, it has other columns, or it is empty.
+    """
+    datasets = import_datasets()
+    path = Path(folder).expanduser()
+    if not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
+        unfinished = path.with_name(path.name + ".work")
+        advice = (
+            f"{unfinished} holds what was not finished: run the command that made it again, `--time-limit 0` gathers "
+            "what there is."
+            if unfinished.is_dir()
+            else "Make one with `dspark prepare-data`."
+        )
+        raise ValueError(f"{folder} holds no data set. {advice}")
+    with open(path / "state.json", encoding="utf-8") as file:
+        if not json.load(file)["_data_files"]:  # which `datasets` cannot load
+            raise ValueError(f"{folder} is empty; make the data again, with prompts.")
+    data = datasets.load_from_disk(str(path))
+    missing = [name for name in NEEDED_COLUMNS if name not in data.column_names]
+    if missing:
+        raise ValueError(
+            f"{folder} has the columns {', '.join(data.column_names)} and lacks {', '.join(missing)}; make the data "
+            "with `dspark prepare-data`."
+        )
+    return data
+
+
+def split_by_prompt(data: Dataset, held_out: float, seed: int = 0) -> tuple[Dataset, Dataset]:
+    """
+    Divide training data so that all samples of a prompt are on the same side. Which side that is depends on the
+    prompt and the seed, not on the order of the data.
+
+    Args:
+        data (`datasets.Dataset`): With `input_ids`, `loss_mask` and, where there is one, `prompt`; without it, the
+            tokens before the first supervised one tell prompts apart.
+        held_out (`float`): Share of the prompts in (0, 1) that goes to the second part, at least one.
+        seed (`int`, *optional*, defaults to 0): Another one makes another division.
+
+    Returns:
+        `tuple`: what to train on, and what to judge by.
+
+    Raises:
+        `ValueError`: if one part would be empty.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"`held_out` is {held_out}; give a share between 0 and 1.")
+    keys = [hashlib.sha256(f"{seed}:{key}".encode()).digest() for key in _prompt_keys(data)]
+    ranked = sorted(set(keys))
+    count = max(1, round(held_out * len(ranked)))
+    if count >= len(ranked):
+        raise ValueError(
+            f"`held_out` is {held_out}: of {len(ranked)} prompts it would keep {count} out of the training. Give more "
+            "prompts or a smaller share."
+        )
+    kept_out = set(ranked[:count])
+    parts: tuple[list[int], list[int]] = ([], [])
+    for index, key in enumerate(keys):
+        parts[key in kept_out].append(index)
+    return data.select(parts[0]), data.select(parts[1])
+
+
+def _prompt_keys(data: Dataset) -> list[str]:
+    if "prompt" in data.column_names:
+        return list(data["prompt"])
+    keys = []
+    for record in data.select_columns(list(NEEDED_COLUMNS)):
+        mask = record["loss_mask"]
+        first = mask.index(1) if 1 in mask else len(mask)
+        keys.append(",".join(map(str, record["input_ids"][:first])))
+    return keys
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """
+    What some of the records amount to.
+
+    Attributes:
+        samples, tokens, supervised (`int`): Records, their tokens, and those with a loss.
+        lengths (`tuple[int, ...]`): [`QUANTILES`] of the tokens of a record.
+        finished (`float`): Share that the target ended itself.
+    """
+
+    samples: int
+    tokens: int
+    supervised: int
+    lengths: tuple[int, ...]
+    finished: float
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, supervised: np.ndarray, finished: np.ndarray) -> GroupStatistics:
+        """Of records' numbers of tokens, of supervised tokens, and whether they are finished; at least one."""
+        lengths = tuple(int(length) for length in np.quantile(tokens, QUANTILES, method="nearest"))
+        return cls(len(tokens), int(tokens.sum()), int(supervised.sum()), lengths, float(finished.mean()))
+
+
+@dataclass(frozen=True)
+class DataStatistics:
+    """
+    Statistics of training data.
+
+    Attributes:
+        total ([`GroupStatistics`]): Of all records.
+        by_source (`dict[str, GroupStatistics]`): Of each source.
+        by_temperature (`dict[float | None, GroupStatistics]`): Of each temperature, in ascending order; `None` for
+            texts that are not the target's.
+    """
+
+    total: GroupStatistics
+    by_source: dict[str, GroupStatistics]
+    by_temperature: dict[float | None, GroupStatistics]
+
+
+def data_statistics(data: Dataset) -> DataStatistics:
+    """
+    Statistics of training data as [`load_training_data`] returns it.
+
+    Args:
+        data (`datasets.Dataset`): With all columns, and at least one record.
+    """
+    tokens, supervised = [], []
+    for batch in data.select_columns(list(NEEDED_COLUMNS)).iter(batch_size=1000):
+        tokens += map(len, batch["input_ids"])
+        supervised += map(sum, batch["loss_mask"])
+    numbers = (np.array(tokens), np.array(supervised), np.array(data["finished"], dtype=bool))
+
+    def groups(values: Sequence[Any], order: Sequence[Any]) -> dict[Any, GroupStatistics]:
+        members: dict[Any, list[int]] = {value: [] for value in order}
+        for index, value in enumerate(values):
+            members[value].append(index)
+        return {value: GroupStatistics.of(*(part[places] for part in numbers)) for value, places in members.items()}
+
+    sources, temperatures = list(data["source"]), list(data["temperature"])
+    known = sorted({value for value in temperatures if value is not None})
+    by_temperature = groups(temperatures, known + [None] * (None in temperatures))
+    return DataStatistics(GroupStatistics.of(*numbers), groups(sources, sorted(set(sources))), by_temperature)
+
+
+def chat_loss_mask(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, str]],
+    end_tokens: Collection[int] = (),
+    template_options: dict[str, Any] | None = None,
+) -> tuple[list[int], list[int]]:
+    """
+    A conversation as tokens, and which of them the assistant wrote.
+
+    A template that marks its assistant turns (`{% generation %}`) is asked; otherwise a turn is what the template
+    adds to the conversation before it. In both cases a turn lasts through the token that ends it, and what the
+    template puts behind that (often a newline) is not the assistant's.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): With a chat template.
+        messages (`Sequence[dict]`): With `role` and `content`.
+        end_tokens (`Collection[int]`, *optional*): Tokens that end a turn; by default the tokenizer's `eos_token_id`.
+        template_options (`dict`, *optional*): Handed to the template, for example `{"enable_thinking": False}`.
+
+    Returns:
+        `tuple`: `input_ids` and `loss_mask`, lists of the same length.
+
+    Raises:
+        `ValueError`: if the template has no such marks and rewrites earlier turns, so that what it adds cannot be
+            told.
+    """
+    options = template_options or {}
+    ends = set(end_tokens) or {tokenizer.eos_token_id}
+    if tokenizer.is_fast and _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        encoded = tokenizer.apply_chat_template(
+            list(messages), return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        token_ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    else:
+        token_ids, mask = _mask_by_prefixes(tokenizer, list(messages), options)
+    return token_ids, _through_end_of_turn(token_ids, mask, ends)
+
+
+def _mask_by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    def encode(count: int, **more: bool) -> list[int]:
+        encoded = tokenizer.apply_chat_template(messages[:count], return_dict=True, **more, **options)
+        return list(encoded["input_ids"])
+
+    token_ids = encode(len(messages))
+    mask = [0] * len(token_ids)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if index == 0:
+            raise ValueError("The conversation begins with an assistant's turn; it must begin with a user's.")
+        before, through = encode(index, add_generation_prompt=True), encode(index + 1)
+        if through[: len(before)] != before or token_ids[: len(through)] != through:
+            raise ValueError(
+                f"The chat template writes message {index + 1} of {len(messages)} differently when other messages "
+                "follow or precede it, so the assistant's tokens cannot be told from the others. Use a template with "
+                "{% generation %} marks, or conversations with one assistant turn."
+            )
+        mask[len(before) : len(through)] = [1] * (len(through) - len(before))
+    return token_ids, mask
+
+
+def _through_end_of_turn(token_ids: Sequence[int], mask: Sequence[int], ends: Collection[int]) -> list[int]:
+    """A mask whose turns end with their last end token, or with one that stands right behind them."""
+    mask, start = list(mask), 0
+    while 1 in mask[start:]:
+        first = mask.index(1, start)
+        behind = mask.index(0, first) if 0 in mask[first:] else len(mask)
+        last = next((place for place in range(behind - 1, first - 1, -1) if token_ids[place] in ends), None)
+        if last is not None:
+            mask[last + 1 : behind] = [0] * (behind - last - 1)
+        elif behind < len(mask) and token_ids[behind] in ends:
+            mask[behind] = 1
+            behind += 1
+        start = behind
+    return mask
