@@ -121,7 +121,9 @@ def run(
         return int(any([check_fit(pair, prompt_sets, record, entry, top_p, top_k, console) for entry in entries]))
     fits = []
     for temperature in dict.fromkeys(temperatures or TEMPERATURES):
-        fits.append(record_and_fit(parts, record, temperature, sampling_in_force(pair, temperature, top_p, top_k)))
+        fits.append(
+            record_and_fit(parts, record, temperature, sampling_in_force(pair.target, temperature, top_p, top_k))
+        )
         print_fit(fits[-1], console)
     written = [write_fits(pair, fits, parts, max_new_tokens, *destination)]
     if blocks is not None:
@@ -465,7 +467,7 @@ def check_fit(
     top_p, top_k = (
         made_with.get(name) if given is None else given for name, given in (("top_p", top_p), ("top_k", top_k))
     )
-    blocks = record(prompt_sets, temperature, **sampling_in_force(pair, temperature, top_p, top_k))
+    blocks = record(prompt_sets, temperature, **sampling_in_force(pair.target, temperature, top_p, top_k))
     title = f"Survival, {regime(temperature)}, over {len(blocks)} new blocks"
     console.print(metrics_table(title, temperatures, blocks))
     raw, now = map(mean_ece, before_and_after(blocks, temperatures))

@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a drafter with the Trainer", add_help=False)
     _add_card(commands)
     _add_push(commands)
+    _add_prepare_data(commands)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
     environment.set_defaults(run=_run_env)
     return parser
@@ -372,6 +373,76 @@ def _add_card_sources(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_prepare_data(commands: argparse._SubParsersAction[_Parser]) -> None:
+    prepare = commands.add_parser(
+        "prepare-data",
+        help="training data: prompts answered by the target itself",
+        description="Let the target answer prompts and write a data set of whole conversations, with a mask of the "
+        "tokens that the target wrote. It can be stopped at any moment; the same command goes on.",
+    )
+    prepare.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    prepare.add_argument("--output", required=True, metavar="FOLDER", help="for the data set")
+    given = prepare.add_argument_group("prompts")
+    given.add_argument(
+        "--prompts",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help=".jsonl files, or folders of them, with the field 'prompt' (text) or 'messages' (turns; the target "
+        "answers each of the user's)",
+    )
+    given.add_argument("--dataset", metavar="NAME", help="a data set on the Hub or in a folder")
+    given.add_argument("--subset", metavar="NAME", help="of the data set, if it has several")
+    given.add_argument("--split", default="train", help="of the data set; default: %(default)s")
+    given.add_argument("--column", help="of the data set; default: messages, prompt or conversations")
+    given.add_argument("--limit", type=_positive_int, help="prompts of each file and data set; default: all")
+    given.add_argument(
+        "--exclude",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="drop prompts that are, hold or nearly repeat one of these files' or folders', as those kept for "
+        "evaluation",
+    )
+    given.add_argument(
+        "--keep-responses",
+        action="store_true",
+        help="decode nothing: take conversations with the assistant's turns that they have",
+    )
+    decoding = prepare.add_argument_group("decoding")
+    decoding.add_argument(
+        "--temperature",
+        dest="temperatures",
+        metavar="T",
+        type=_temperature,
+        nargs="+",
+        action="extend",
+        help="answer at each of these, 0 is greedy; default: 1",
+    )
+    decoding.add_argument(
+        "--samples-per-prompt",
+        type=_positive_int,
+        help="answers to a prompt, the temperatures taken in turn; default: one at each temperature",
+    )
+    decoding.add_argument("--max-new-tokens", type=_positive_int, default=512, help="default: %(default)s")
+    _add_sampling(decoding)
+    decoding.add_argument(
+        "--thinking",
+        choices=("default", "on", "off"),
+        default="default",
+        help="enable_thinking, for chat templates that know of it; default: the template's own",
+    )
+    decoding.add_argument("--batch-size", type=_positive_int, default=32, help="default: %(default)s")
+    decoding.add_argument(
+        "--time-limit",
+        metavar="MINUTES",
+        type=_minutes,
+        help="stop then, with the data set as far as it is; 0 only gathers what there is; default: none",
+    )
+    _add_placement(prepare, dtype="auto")
+    prepare.set_defaults(run=_run_prepare_data)
+
+
 def _add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
     parser.add_argument("--drafter", help="folder or Hub id of a drafter for this target; default: the demo's")
@@ -385,7 +456,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_positive_int, default=128, help="default: %(default)s")
 
 
-def _add_sampling(parser: argparse.ArgumentParser, top_p: str = "the target's own", top_k: str | None = None) -> None:
+def _add_sampling(
+    parser: argparse._ActionsContainer, top_p: str = "the target's own", top_k: str | None = None
+) -> None:
     parser.add_argument("--top-p", type=_top_p, help=f"with a temperature; default: {top_p}")
     parser.add_argument("--top-k", type=_non_negative_int, help=f"with a temperature; default: {top_k or top_p}")
     parser.add_argument("--seed", type=_non_negative_int, default=0, help="default: %(default)s")
@@ -461,6 +534,12 @@ def _run_push(**arguments: object) -> int:
     from .hub_commands import push
 
     return push(**arguments)
+
+
+def _run_prepare_data(**arguments: object) -> int:
+    from .prepare_data import run
+
+    return run(**arguments)
 
 
 def _run_generate(
@@ -565,7 +644,7 @@ def _seconds(text: str) -> float:
 
 
 def _minutes(text: str) -> float:
-    return _within(text, float, "a number of minutes above 0", lambda value: 0 < value < float("inf"))
+    return _within(text, float, "a number of minutes of at least 0", lambda value: 0 <= value < float("inf"))
 
 
 def _auc(text: str) -> float:

@@ -144,7 +144,6 @@ class GroupStatistics:
     Attributes:
         samples, tokens, supervised (`int`): Records, their tokens, and those with a loss.
         lengths (`tuple[int, ...]`): [`QUANTILES`] of the tokens of a record.
-        supervised_lengths (`tuple[int, ...]`): The same of the supervised tokens.
         finished (`float`): Share that the target ended itself.
     """
 
@@ -152,17 +151,13 @@ class GroupStatistics:
     tokens: int
     supervised: int
     lengths: tuple[int, ...]
-    supervised_lengths: tuple[int, ...]
     finished: float
 
     @classmethod
     def of(cls, tokens: np.ndarray, supervised: np.ndarray, finished: np.ndarray) -> GroupStatistics:
         """Of records' numbers of tokens, of supervised tokens, and whether they are finished; at least one."""
-        quantiles = [
-            tuple(int(value) for value in np.quantile(counts, QUANTILES, method="nearest"))
-            for counts in (tokens, supervised)
-        ]
-        return cls(len(tokens), int(tokens.sum()), int(supervised.sum()), *quantiles, float(finished.mean()))
+        lengths = tuple(int(length) for length in np.quantile(tokens, QUANTILES, method="nearest"))
+        return cls(len(tokens), int(tokens.sum()), int(supervised.sum()), lengths, float(finished.mean()))
 
 
 @dataclass(frozen=True)

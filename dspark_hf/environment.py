@@ -19,6 +19,7 @@ PACKAGES = (
     "numpy",
     "gguf",
     "peft",
+    "datasets",
 )
 
 

@@ -325,7 +325,7 @@ def summarise(pair: Pair, setting: Setting, batches: Sequence[Batch]) -> dict[st
             "calibration": None if blocks is None else _calibration(blocks, temperatures),
             "tokens_per_second": sum(text.tokens for text in texts[task]) / seconds,
         }
-    sampling = sampling_in_force(pair, setting.temperature, setting.top_p, setting.top_k)
+    sampling = sampling_in_force(pair.target, setting.temperature, setting.top_p, setting.top_k)
     return {
         "temperature": float(setting.temperature),
         "top_p": sampling.get("top_p"),

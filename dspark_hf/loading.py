@@ -159,19 +159,42 @@ def load_target(target: str, dtype: str, device: str, threads: int | None) -> tu
     import torch
     from transformers import AutoModelForCausalLM
 
-    from .demo_target import demo_target_folder
-
     if threads is not None:
         torch.set_num_threads(threads)
     placement = resolve_device(device)
+    source = resolve_target(target)
     with reporting(f"--target {target!r}"):
-        try:
-            source = demo_target_folder() if target == DEMO else target
-        except RuntimeError as error:
-            raise CommandError(str(error)) from error
         model_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=model_dtype).to(placement).eval()
     return model, source
+
+
+def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
+    """A target's tokenizer.
+
+    Raises:
+        `CommandError`: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    source = resolve_target(target)
+    with reporting(f"--target {target!r}"):
+        return AutoTokenizer.from_pretrained(source)
+
+
+def resolve_target(target: str) -> str | Path:
+    """The folder or Hub id that a `--target` value means.
+
+    Raises:
+        `CommandError`: the demo target is meant and cannot be made.
+    """
+    from .demo_target import demo_target_folder
+
+    with reporting(f"--target {target!r}"):
+        try:
+            return demo_target_folder() if target == DEMO else target
+        except RuntimeError as error:
+            raise CommandError(str(error)) from error
 
 
 def left_padded(prompts: Sequence[dict[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -264,14 +287,14 @@ def generation_options(
 
 
 def sampling_in_force(
-    pair: Pair, temperature: float, top_p: float | None, top_k: int | None
+    target: PreTrainedModel, temperature: float, top_p: float | None, top_k: int | None
 ) -> dict[str, float | int]:
     """`top_p` and `top_k` as a call has them: those given, else the target's own, else Transformers' defaults."""
     if temperature == 0:
         return {}
     from transformers import GenerationConfig
 
-    own, defaults = pair.target.generation_config, GenerationConfig._get_default_generation_params()
+    own, defaults = target.generation_config, GenerationConfig._get_default_generation_params()
     values: dict[str, float | int] = {}
     for name, given in (("top_p", top_p), ("top_k", top_k)):
         values[name] = next(value for value in (given, getattr(own, name), defaults[name]) if value is not None)

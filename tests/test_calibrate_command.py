@@ -15,7 +15,7 @@ from rich.console import Console
 from tiny import character_tokenizer
 from transformers import GenerationConfig
 
-from dspark_hf import DSparkDraftModel, calibrate, calibration, cli
+from dspark_hf import DSparkDraftModel, calibrate, calibration, cli, loading
 from dspark_hf.blocks import Blocks, record_blocks
 from dspark_hf.files import write_json
 from dspark_hf.loading import CommandError, Pair
@@ -357,10 +357,10 @@ def test_prompts_are_divided_once_and_wholly():
 
 
 def test_sampling_options_in_force(tiny_target, monkeypatch, pair):
-    assert calibrate.sampling_in_force(pair, 0.0, None, None) == {}
-    assert calibrate.sampling_in_force(pair, 1.0, None, 7) == {"top_p": 1.0, "top_k": 7}
+    assert loading.sampling_in_force(pair.target, 0.0, None, None) == {}
+    assert loading.sampling_in_force(pair.target, 1.0, None, 7) == {"top_p": 1.0, "top_k": 7}
     monkeypatch.setattr(tiny_target.generation_config, "top_p", 0.8)
-    assert calibrate.sampling_in_force(pair, 1.0, None, None) == {"top_p": 0.8, "top_k": 50}
+    assert loading.sampling_in_force(pair.target, 1.0, None, None) == {"top_p": 0.8, "top_k": 50}
 
 
 # What was written is used.

@@ -22,6 +22,10 @@ BOTTOM = (
     "calibration",
     "intervals",
     "files",
+    "data",
+    "chat_format",
+    "near_duplicates",
+    "progress",
 )
 # Modules that only the command line and the package's face may know.
 TOP = (
@@ -45,6 +49,10 @@ TOP = (
     "train_command",
     "training_callbacks",
     "hub_commands",
+    "prepare_data",
+    "data_folder",
+    "prompt_sources",
+    "answering",
 )
 
 
