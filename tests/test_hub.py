@@ -1,4 +1,4 @@
-"""Pushing a drafter, by the real client to a stand-in for the Hub: what goes wrong is one line, and nothing is lost."""
+"""Pushing a drafter by the real client to a stand-in for the Hub: what goes wrong is one line, nothing is lost."""
 
 import json
 import shutil

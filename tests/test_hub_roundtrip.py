@@ -133,7 +133,7 @@ def test_its_card_is_whole(hub, pushed):
     text = hub.files(REPO)["README.md"].decode()
     data = ModelCard(text).data
     assert data.base_model == "org/tiny-target" and data.license == "mit" and is_unedited(text)
-    assert f'DSparkDraftModel.from_pretrained("{REPO}", dtype=torch.bfloat16' in text
+    assert f'target_id, drafter_id = "org/tiny-target", "{REPO}"' in text
     for linked in ("figures/eval.json", "figures/bench.json", "figures/batches.json", "training.json"):
         assert f"]({linked})" in text and linked in hub.files(REPO)
     assert "](calibration.png)" in text
