@@ -1,4 +1,4 @@
-"""A drafter pushed by the command in a process of its own, and loaded from there with dspark_hf and without."""
+"""A drafter pushed by the command, and loaded from there with dspark_hf and, in a process of its own, without."""
 
 import json
 import os
@@ -40,10 +40,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from dspark_hf import DSparkDraftModel
+from dspark_hf.cli import main
 
-results = Path(sys.argv[1])
+results, *argv = sys.argv[1:]
+assert main(argv) == 0
 drafter = DSparkDraftModel.from_pretrained("ann/drafter")
-save_file(drafter.state_dict(), results / "with.safetensors")
+save_file(drafter.state_dict(), Path(results) / "with.safetensors")
 assert drafter.config.confidence_temperatures[0]["sampling_temperature"] == 0
 assert drafter.generation_config.assistant_confidence_threshold == 0.25
 # The way that every model of Transformers has.
@@ -87,24 +89,27 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pushed(hub, folder, tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    """`dspark push` with figures."""
-    files = tmp_path_factory.mktemp("figures")
-    figures = [write(files / "eval.json", evaluation())]
-    benches = [write(files / "bench.json", benchmark()), write(files / "batches.json", batch_benchmark())]
-    result = run(
-        *["-m", "dspark_hf", "push", str(folder), REPO, "--licence", "mit", "--message", "First"],
-        *["--eval", *figures, "--bench", *benches],
-        environment=hub.environment(str(files / "home")),
-    )
+def results(tmp_path_factory) -> Path:
+    """Where the processes put the weights they have loaded."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def pushed(hub, folder, results) -> str:
+    """What `dspark push` with figures says; the process loads the drafter from there, then pushes it plainly."""
+    figures = [write(results / "eval.json", evaluation())]
+    benches = [write(results / "bench.json", benchmark()), write(results / "batches.json", batch_benchmark())]
+    argv = ["push", str(folder), REPO, "--licence", "mit", "--message", "First", "--eval", *figures]
+    environment = hub.environment(str(results / "home"))
+    result = run("-c", WITH_LIBRARY, str(results), *argv, "--bench", *benches, environment=environment)
     assert result.returncode == 0, result.stderr
-    return result
+    return result.stdout
 
 
 def test_the_command_says_where_it_is_and_how_to_use_it(hub, pushed):
     oid = hub.repositories[REPO].branches["main"][-1].oid
-    assert f"Pushed: {hub.endpoint}/{REPO} ({hub.endpoint}/{REPO}/commit/{oid})" in pushed.stdout
-    assert f"Use it: dspark generate --target org/tiny-target --drafter {REPO} --chat --prompt" in pushed.stdout
+    assert f"Pushed: {hub.endpoint}/{REPO} ({hub.endpoint}/{REPO}/commit/{oid})" in pushed
+    assert f"Use it: dspark generate --target org/tiny-target --drafter {REPO} --chat --prompt" in pushed
 
 
 def test_it_is_one_commit_of_all_that_belongs_to_it(hub, pushed, folder):
@@ -139,15 +144,13 @@ def test_its_card_is_whole(hub, pushed):
     assert "](calibration.png)" in text
 
 
-def test_it_loads_from_there_with_and_without_the_library(hub, pushed, folder, tmp_path):
-    environment = hub.environment(str(tmp_path / "home"))
-    result = run("-c", WITH_LIBRARY, str(tmp_path), environment=environment)
-    assert result.returncode == 0, result.stderr
-    result = run("-I", "-c", WITHOUT_LIBRARY, str(tmp_path), environment=environment)
+def test_it_loads_from_there_with_and_without_the_library(hub, pushed, folder, results):
+    environment = hub.environment(str(results / "home"))
+    result = run("-I", "-c", WITHOUT_LIBRARY, str(results), environment=environment)
     assert result.returncode == 0, result.stderr
     weights = load_file(folder / "model.safetensors")
     for name in ("with", "drafter", "plain"):
-        loaded = load_file(tmp_path / f"{name}.safetensors")
+        loaded = load_file(results / f"{name}.safetensors")
         assert loaded.keys() == weights.keys()
         assert all(torch.equal(loaded[key], weights[key]) for key in weights), name
     plain = hub.files("ann/plain")
