@@ -184,7 +184,7 @@ def _temperatures(drafter: str | None, recorded: Blocks) -> list[float]:
     check_source("--drafter", drafter)
     with reporting(f"--drafter {drafter!r}"):
         raw = read_raw_config(demo_drafter_folder() if drafter == DEMO else drafter, {})
-        config = make_config(DSparkConfig, find_reader(raw)(raw, set()).fields, ())
+        config = make_config(DSparkConfig, find_reader(raw)(raw, set()).fields)
         config.validate_drafter()
     if config.block_size != block_size:
         raise CommandError(

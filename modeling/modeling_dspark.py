@@ -717,7 +717,7 @@ class DSparkDraftModel(PreTrainedModel):
         shapes = tensor_shapes(files)
         reading = Reading({}) if config is not None else read(raw, set(shapes))
         if config is None:
-            config = make_config(cls.config_class, reading.fields, shapes)
+            config = make_config(cls.config_class, reading.fields)
         config = copy.deepcopy(config)
         for name, value in overrides.items():
             setattr(config, name, value)

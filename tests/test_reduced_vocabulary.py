@@ -382,7 +382,7 @@ def test_the_same_greedily(name):
 def test_rows_of_a_batch(monkeypatch):
     target, walk = random_target(seed=1), Walk(monkeypatch, width=2)
     prompts = [PROMPT, [3, 3, 1, 2]]
-    options = after(2, top_k=3, assistant_confidence_threshold=0.3)
+    options = after(2, top_k=2, assistant_confidence_threshold=0.3)
     found = speculative_distribution(target, reduced_drafter("gated", seed=5), walk, options, prompts, walkers=128)
     rows = [target_distribution(target, options, prompt) for prompt in prompts]
     expected = {(*a, *b): p * q for a, p in rows[0].items() for b, q in rows[1].items()}
