@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .modeling import DSparkDraftModel
 
 DEMO = "demo"
+MOST_THREADS = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 # What chat templates of models that can think or not call the choice.
 THINKING = "enable_thinking"
@@ -155,6 +156,8 @@ def load_target(target: str, dtype: str, device: str, threads: int | None) -> tu
     check_source("--target", target)
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise CommandError(f"--threads {threads}: it must be from 1 to {MOST_THREADS}")
 
     import torch
     from transformers import AutoModelForCausalLM
