@@ -587,6 +587,8 @@ def _run_generate(
             call = timed_generate(pair, inputs, dspark_method(pair), options, seed)
             print(pair.tokenizer.decode(call.new_token_ids, skip_special_tokens=True))
     console.print(_summary(call), highlight=False)
+    if len(call.new_token_ids) <= 1 and not chat and pair.tokenizer.chat_template is not None:
+        console.print("The target ended at once: --chat wraps the prompt as its chat template has it.")
     if compare:
         comparison = demo.compare(pair, inputs, options, repetitions=3, seed=seed)
         demo.print_comparison([comparison], pair, console, greedy=temperature == 0)
