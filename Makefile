@@ -6,6 +6,7 @@
 #   make lint         ruff, linter and formatter
 #   make format       let ruff rewrite what `make lint` complains about
 #   make test-floor   the test suite on the oldest supported transformers and on one in between
+#   make test-interop the tests that load what is exported with the package speculators, which brings its own versions
 #   make bench        plain generate, prompt lookup and DSpark in turn (BENCH_ARGS="--help" for the options)
 #   make cards        render the model cards of hub_cards/ anew
 #   make clean        remove the virtual environments
@@ -19,6 +20,8 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS_FLOOR ?= transformers==5.18.0
 TRANSFORMERS_BETWEEN ?= transformers==5.22.0
 
+comma := ,
+
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --output bench.json
@@ -26,7 +29,7 @@ BENCH_ARGS ?= --output bench.json
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format test-floor bench cards clean
+.PHONY: help demo test lint format test-floor test-interop bench cards clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,6 +59,9 @@ $(VENV)/.installed-dev: pyproject.toml
 .venv-between/.installed-dev: pyproject.toml
 	$(call install,.venv-between,dev,"$(TRANSFORMERS_BETWEEN)")
 
+.venv-interop/.installed-dev: pyproject.toml
+	$(call install,.venv-interop,dev$(comma)interop,)
+
 demo: $(VENV)/.installed-demo
 	$(VENV)/bin/dspark demo $(DEMO_ARGS)
 
@@ -74,6 +80,9 @@ test-floor: .venv-floor/.installed-dev .venv-between/.installed-dev
 	.venv-floor/bin/python -m pytest $(PYTEST_ARGS)
 	.venv-between/bin/python -m pytest $(PYTEST_ARGS)
 
+test-interop: .venv-interop/.installed-dev
+	.venv-interop/bin/python -m pytest -m interop tests/test_interop.py $(PYTEST_ARGS)
+
 bench: $(VENV)/.installed-demo
 	$(VENV)/bin/dspark bench $(BENCH_ARGS)
 
@@ -82,4 +91,4 @@ cards: $(VENV)/.installed-demo
 	$(VENV)/bin/dspark card dspark_hf/assets/smollm2-135m-instruct-drafter --target HuggingFaceTB/SmolLM2-135M-Instruct --licence apache-2.0 --dataset openai/gsm8k --bench docs/measurements/bench-greedy.json docs/measurements/bench-temperature-1.json --output hub_cards/smollm2-135m-instruct-drafter.md
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-between
+	rm -rf $(VENV) .venv-floor .venv-between .venv-interop

@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_card(commands)
     _add_push(commands)
     _add_prepare_data(commands)
+    _add_convert(commands)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
     environment.set_defaults(run=_run_env)
     return parser
@@ -443,6 +444,25 @@ def _add_prepare_data(commands: argparse._SubParsersAction[_Parser]) -> None:
     prepare.set_defaults(run=_run_prepare_data)
 
 
+def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="a drafter into the format of DeepSpec or speculators, for vLLM and SGLang, or into ours",
+        description="Write a drafter of any readable format in another one, weights bit for bit, and say how vLLM and "
+        "SGLang are started with it. What the format cannot express is refused by name.",
+    )
+    convert.add_argument("source", metavar="SRC", help="folder or Hub id of the drafter")
+    convert.add_argument("destination", metavar="DST", help="the new folder")
+    convert.add_argument("--to", choices=("dspark", "deepspec", "speculators"), required=True)
+    convert.add_argument(
+        "--target",
+        help="folder or Hub id: lends embedding and head where the drafter borrows them and the format saves them; "
+        "speculators' config names it",
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DST")
+    convert.set_defaults(run=_run_convert)
+
+
 def _add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
     parser.add_argument("--drafter", help="folder or Hub id of a drafter for this target; default: the demo's")
@@ -538,6 +558,12 @@ def _run_push(**arguments: object) -> int:
 
 def _run_prepare_data(**arguments: object) -> int:
     from .prepare_data import run
+
+    return run(**arguments)
+
+
+def _run_convert(**arguments: object) -> int:
+    from .convert_command import run
 
     return run(**arguments)
 

@@ -33,7 +33,8 @@ _QWEN3_DEFAULTS = {
 def from_speculators(raw: dict[str, Any], names: set[str]) -> Reading:
     """
     A DSpark or DFlash drafter of speculators. Its tap `i` is the target's `hidden_states[i]`, our `i - 1`; the
-    window of its sliding layers is counted from the anchor; how many layers the target has it does not say.
+    window of its sliding layers is counted from the anchor. Of the target's number of layers, anchors and calibration
+    it says nothing unless we wrote it.
 
     Source: speculators 0.9, `speculators/models/dspark` and `speculators/models/dflash`.
     """
@@ -46,10 +47,9 @@ def from_speculators(raw: dict[str, Any], names: set[str]) -> Reading:
     require(raw, "speculators drafter", "aux_hidden_state_layer_ids", "block_size", "mask_token_id")
     from_anchor = _samples_from_anchor(raw)
     fields = qwen3_fields(layers, names) | picked(raw, "mask_token_id", "target_hidden_size", "dtype")
-    fields |= picked(raw, "confidence_temperatures") | _heads(raw, names)
+    fields |= picked(raw, "confidence_temperatures", "num_anchors", "num_target_layers") | _heads(raw, names)
     fields |= {
         "target_layer_ids": _taps(raw["aux_hidden_state_layer_ids"]),
-        "num_target_layers": None,
         "block_size": integer(raw, "block_size") - (not from_anchor),
         "sample_from_anchor": from_anchor,
         "draft_vocab_size": draft_vocab_size(raw, integer(layers, "vocab_size"), names),

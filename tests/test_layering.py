@@ -53,6 +53,7 @@ TOP = (
     "data_folder",
     "prompt_sources",
     "answering",
+    "convert_command",
 )
 
 
