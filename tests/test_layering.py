@@ -44,6 +44,8 @@ TOP = (
     "data_folder",
     "prompt_sources",
     "answering",
+    "synthesis",
+    "data_making",
 )
 
 
