@@ -410,6 +410,27 @@ def _add_prepare_data(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="store_true",
         help="decode nothing: take conversations with the assistant's turns that they have",
     )
+    given.add_argument(
+        "--synthesize",
+        metavar="N",
+        type=_positive_int,
+        help="let the target write N prompts too, as the user of its chat template",
+    )
+    given.add_argument(
+        "--system-prompt",
+        dest="system_prompts",
+        metavar="TEXT",
+        nargs="+",
+        action="extend",
+        help="with --synthesize, for variety: each in turn, and not in the answers; default: the template's own",
+    )
+    given.add_argument(
+        "--examples",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="with --synthesize: prompts to write others like, as for --prompts",
+    )
     decoding = prepare.add_argument_group("decoding")
     decoding.add_argument(
         "--temperature",
@@ -433,7 +454,7 @@ def _add_prepare_data(commands: argparse._SubParsersAction[_Parser]) -> None:
         default="default",
         help="enable_thinking, for chat templates that know of it; default: the template's own",
     )
-    decoding.add_argument("--batch-size", type=_positive_int, default=32, help="default: %(default)s")
+    decoding.add_argument("--batch-size", type=_positive_int, default=64, help="default: %(default)s")
     decoding.add_argument(
         "--time-limit",
         metavar="MINUTES",

@@ -6,15 +6,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .data import import_datasets
-from .files import write_json
+from .files import write_json, write_text
 from .loading import CommandError
 
 
@@ -96,7 +97,13 @@ class DataFolder:
         finally:
             lock.release()
 
-    def write(self, records: Iterable[dict[str, Any]], provenance: dict[str, Any], complete: bool) -> None:
+    def write(
+        self,
+        records: Iterable[dict[str, Any]],
+        provenance: dict[str, Any],
+        complete: bool,
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """
         Make the folder a data set of these records, in place of an older one.
 
@@ -104,6 +111,7 @@ class DataFolder:
             records (`Iterable[dict]`): As [`dspark_hf.data`] describes them.
             provenance (`dict`): How they were made.
             complete (`bool`): Whether these are all.
+            files (`Mapping[str, str]`, *optional*): Texts of files to put beside it, by name.
         """
         datasets = import_datasets()
         features = datasets.Features(
@@ -130,6 +138,8 @@ class DataFolder:
             write_json(
                 scratch / "new" / "provenance.json", {"complete": complete, "settings": self.settings} | provenance
             )
+            for name, text in files.items():
+                write_text(scratch / "new" / name, text)
             if self.path.exists():
                 os.replace(self.path, scratch / "old")
             os.replace(scratch / "new", self.path)

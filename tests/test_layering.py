@@ -54,6 +54,8 @@ TOP = (
     "prompt_sources",
     "answering",
     "convert_command",
+    "synthesis",
+    "data_making",
 )
 
 

@@ -11,11 +11,24 @@ from pathlib import Path
 
 import datasets
 import pytest
-from chat import END, FORGETFUL, MARKED, THINKING, chat_target, chat_tokenizer, marked, text_of, write_lines
+from chat import (
+    END,
+    FORGETFUL,
+    MARKED,
+    THINKING,
+    chat_target,
+    chat_tokenizer,
+    contents,
+    marked,
+    provenance,
+    run,
+    text_of,
+    write_lines,
+)
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
-from dspark_hf import answering, cli, data, prepare_data, progress, shards
+from dspark_hf import answering, cli, data, data_making, prepare_data, progress, shards
 from dspark_hf.loading import CommandError
 from dspark_hf.prompt_sources import Prompt, read_dataset, read_files
 
@@ -37,23 +50,6 @@ def command(target: Path, prompts: Path, output: Path, *argv: str) -> list[str]:
     return ["prepare-data", "--target", str(target), "--prompts", str(prompts), "--output", str(output)] + [
         *("--max-new-tokens", "24", "--batch-size", "4", *argv)
     ]
-
-
-def run(capsys, argv: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    try:
-        code = cli.main(argv)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    return code, *capsys.readouterr()
-
-
-def contents(output: Path) -> list[dict]:
-    return sorted(data.load_training_data(output), key=str)
-
-
-def provenance(output: Path) -> dict:
-    return json.loads((output / "provenance.json").read_text())
 
 
 # What is written.
@@ -328,7 +324,7 @@ def test_a_run_killed_before_it_tidied_up(capsys, target, prompts, tmp_path, mon
         run(capsys, argv)
     made = contents(tmp_path / "data")
     assert (tmp_path / "data.work").exists()
-    monkeypatch.setattr(prepare_data, "load_target", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(data_making, "load_target", lambda *arguments: 1 / 0)
     code, out, _ = run(capsys, argv)
     assert code == 0 and "is complete" in out and "all" in out
     assert contents(tmp_path / "data") == made and not (tmp_path / "data.work").exists()
@@ -380,7 +376,7 @@ def test_other_arguments_are_refused(capsys, target, prompts, tmp_path, monkeypa
     output = tmp_path / "data"
     (tmp_path / "data.work").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "load_target", lambda *arguments: 1 / 0)
+        patch.setattr(data_making, "load_target", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cli.main(command(target, prompts, output))
     code, _, err = run(capsys, command(target, prompts, output, *change))
@@ -434,7 +430,7 @@ def test_excluded_prompts_are_dropped(capsys, target, prompts, tmp_path):
     assert "U:" + QUESTIONS[3] not in asked and "U:" + QUESTIONS[5] not in asked
     assert provenance(tmp_path / "data")["prompts"]["dropped"] == {"excluded": 20 - len(asked)}
     code, _, err = run(capsys, command(target, prompts, tmp_path / "more", "--exclude", str(prompts)))
-    assert code == 2 and "excludes all 20 prompts" in err
+    assert code == 2 and "exclude all 20 prompts" in err
 
 
 def test_prompts_of_a_data_set(capsys, target, tmp_path):
@@ -508,6 +504,9 @@ BAD_INPUT = [
     (["--output", "data", "--time-limit", "-1"], ["--time-limit", "-1", "at least 0"]),
     (["--output", "data", "--batch-size", "0"], ["--batch-size", "0", "at least 1"]),
     (["--output", "data", "--prompts", ".", "--column", "x"], ["--column 'x'", "--dataset"]),
+    (["--output", "data", "--synthesize", "0"], ["--synthesize", "0", "at least 1"]),
+    (["--output", "data", "--synthesize", "5", "--keep-responses"], ["--synthesize 5", "nothing is decoded"]),
+    (["--output", "data", "--prompts", ".", "--examples", "."], ["--examples", "for --synthesize"]),
 ]
 
 
