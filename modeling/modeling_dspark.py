@@ -193,7 +193,9 @@ class DSparkRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        # Under autocast, queries and keys are of another dtype than the weights.
+        weight = self.weight.to(hidden_states.dtype)
+        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
 
 
 class DSparkRotaryEmbedding:
