@@ -108,7 +108,7 @@ class DataFolder:
         Make the folder a data set of these records, in place of an older one.
 
         Args:
-            records (`Iterable[dict]`): As [`dspark_hf.data`] describes them.
+            records (`Iterable[dict]`): As [`dspark_hf.data`] describes them, at least one.
             provenance (`dict`): How they were made.
             complete (`bool`): Whether these are all.
             files (`Mapping[str, str]`, *optional*): Texts of files to put beside it, by name.
@@ -128,9 +128,7 @@ class DataFolder:
         while chunk := list(islice(waiting, _CHUNK)):
             columns = {name: [record[name] for record in chunk] for name in features}
             parts.append(datasets.Dataset.from_dict(columns, features=features))
-        data = datasets.concatenate_datasets(
-            parts or [datasets.Dataset.from_dict({n: [] for n in features}, features)]
-        )
+        data = datasets.concatenate_datasets(parts)
         scratch = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}-"))
         try:
             with _quiet(datasets):

@@ -123,6 +123,7 @@ class Making:
         self.console.print(
             f"{len(synthesis.prompts)} prompts of {synthesis.texts} texts that the target wrote; dropped: "
             f"{synthesis.reasons()}",
+            soft_wrap=True,
             highlight=False,
         )
         self.facts["synthesis"] = synthesis.facts()
@@ -183,6 +184,7 @@ class Making:
             f"{self.target.device}), {prompts * settings.samples_per_prompt} samples at temperature {temperatures}, "
             f"top_p {settings.sampling.top_p:g}, top_k {settings.sampling.top_k}, up to {settings.max_new_tokens} "
             f"tokens an answer, batches of {self.batch_size}",
+            soft_wrap=True,
             highlight=False,
         )
 

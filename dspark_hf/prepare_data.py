@@ -291,7 +291,7 @@ def print_prompts(prompts: Sequence[Prompt], dropped: dict[str, int], console: C
     """What there is to answer, and what was dropped and why."""
     sources = ", ".join(f"{count} of {source}" for source, count in count_sources(prompts).items())
     reasons = "".join(f"; dropped: {count} {reason}" for reason, count in dropped.items())
-    console.print(f"{len(prompts)} prompts, {sources}{reasons}", highlight=False)
+    console.print(f"{len(prompts)} prompts, {sources}{reasons}", highlight=False, soft_wrap=True)
 
 
 def print_statistics(path: Path, console: Console) -> None:
