@@ -54,6 +54,7 @@ TOP = (
     "prompt_sources",
     "answering",
     "convert_command",
+    "doctor",
 )
 
 
