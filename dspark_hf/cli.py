@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): the arguments; by default the process's.
 
     Returns:
-        `int`: 0, or 1 if `calibrate --check` advises a refit or `eval` ran into its time limit, or 2 for something
-            given that cannot be used (said in one line on stderr), or 130 after Ctrl-C.
+        `int`: 0, or 1 if `calibrate --check` advises a refit, `eval` ran into its time limit or `doctor` found a
+            problem, or 2 for something given that cannot be used (said in one line on stderr), or 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     # The Trainer's options, some two hundred, are no keyword arguments: `train` has a parser of its own.
@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_push(commands)
     _add_prepare_data(commands)
     _add_convert(commands)
+    _add_doctor(commands)
     environment = commands.add_parser("env", help="versions and machine, for a bug report")
     environment.set_defaults(run=_run_env)
     return parser
@@ -484,6 +485,27 @@ def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
     convert.set_defaults(run=_run_convert)
 
 
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="whether a target and a drafter go together, are read as they were trained, and pay here",
+        description="Compare sizes, tokenizer and template, draft blocks in the target's own greedy texts with the "
+        "taps and slots that the config declares and with their neighbours (a wrong reading raises no error), and "
+        "measure whether drafting pays on this machine. Exit code 1 if there is a problem.",
+    )
+    _add_pair(doctor)
+    doctor.add_argument(
+        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
+    )
+    doctor.add_argument("--limit", type=_positive_int, help="prompts of each file; default: all")
+    doctor.add_argument("--max-new-tokens", type=_positive_int, default=64, help="of each text; default: %(default)s")
+    doctor.add_argument(
+        "--budget", metavar="SECONDS", type=_seconds, default=30.0, help="for measuring costs; default: %(default)s"
+    )
+    _add_placement(doctor, dtype="auto")
+    doctor.set_defaults(run=_run_doctor)
+
+
 def _add_pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
     parser.add_argument("--drafter", help="folder or Hub id of a drafter for this target; default: the demo's")
@@ -585,6 +607,12 @@ def _run_prepare_data(**arguments: object) -> int:
 
 def _run_convert(**arguments: object) -> int:
     from .convert_command import run
+
+    return run(**arguments)
+
+
+def _run_doctor(**arguments: object) -> int:
+    from .doctor import run
 
     return run(**arguments)
 

@@ -56,6 +56,7 @@ TOP = (
     "convert_command",
     "synthesis",
     "data_making",
+    "doctor",
 )
 
 
