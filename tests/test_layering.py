@@ -54,6 +54,11 @@ TOP = (
     "prompt_sources",
     "answering",
     "convert_command",
+    "ablation",
+    "ablate",
+    "ablate_drafters",
+    "ablate_cost",
+    "ablate_report",
 )
 
 
