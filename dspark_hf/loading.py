@@ -133,15 +133,23 @@ def load_pair(
 
     from transformers import AutoTokenizer
 
+    with reporting(f"--target {target!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    return Pair(model, load_drafter(drafter, model), tokenizer, (target, drafter))
+
+
+def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:
+    """Load a drafter for a target that is loaded, in its dtype and on its device.
+
+    Raises:
+        `CommandError`: it cannot be loaded.
+    """
     from . import DSparkDraftModel
     from .demo_target import demo_drafter_folder
 
-    with reporting(f"--target {target!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
     with reporting(f"--drafter {drafter!r}"):
         source = demo_drafter_folder() if drafter == DEMO else drafter
-        draft_model = DSparkDraftModel.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
-    return Pair(model, draft_model, tokenizer, (target, drafter))
+        return DSparkDraftModel.from_pretrained(source, dtype=target.dtype).to(target.device).eval()
 
 
 def load_target(target: str, dtype: str, device: str, threads: int | None) -> tuple[PreTrainedModel, str | Path]:

@@ -6,6 +6,7 @@ import argparse
 
 from .command_options import (
     Commands,
+    Parser,
     add_pair,
     add_placement,
     add_prompts,
@@ -282,4 +283,118 @@ def _run_bench(**arguments: object) -> int:
         from .batch_bench import run
     else:
         from .bench import run
+    return run(**arguments)
+
+
+def add_ablate(commands: Commands) -> None:
+    """`dspark ablate`."""
+    ablate = commands.add_parser(
+        "ablate",
+        help="one thing swapped, all else held fixed: schedules, calibration, drafters, what a drafter costs",
+        description="Swap one thing and hold all else fixed, with intervals over prompts.",
+    )
+    parts = ablate.add_subparsers(dest="part", required=True, metavar="PART", parser_class=Parser)
+    schedule = parts.add_parser(
+        "schedule",
+        help="what the schedules are worth with one drafter, down from an oracle",
+        description="Whole blocks, the best threshold, the hardware-aware schedules, an oracle and a clairvoyant over "
+        "the same recorded blocks of one drafter and a profile's costs: what drafts are worth, what a schedule adds "
+        "to them, and what it misses of the best.",
+    )
+    calibration = parts.add_parser(
+        "calibration",
+        help="temperatures fitted on one set of prompts, used on another",
+        description="Fit the confidence temperatures on each set of prompts and use them on each: calibration error, "
+        "and tokens a second of Algorithm 1 that are lost by a profile's costs.",
+    )
+    for part in (schedule, calibration):
+        add_pair(part)
+        part.add_argument("--blocks", metavar="FILE", help="recorded blocks; default: records some first")
+        _add_evaluated(part)
+        part.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
+        part.add_argument(
+            "--gpu-like", action="store_true", help="made-up, jagged costs in the manner of a GPU: alone or as well"
+        )
+        _add_rows(part, [1, 4, 16, 64])
+        part.add_argument(
+            "--rounds", type=positive_int, default=200, help="that follow each other; default: %(default)s"
+        )
+        part.add_argument("--save-blocks", metavar="FILE", help="keep what is recorded, for --blocks")
+        _add_results(part)
+        part.set_defaults(run=_run_ablate)
+    drafters = parts.add_parser(
+        "drafters",
+        help="several drafters of one target: training data, block sizes, heads",
+        description="Decode the same prompts with several drafters of one target, say what they differ in and what "
+        "that is worth, prompt by prompt against the first.",
+    )
+    drafters.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    drafters.add_argument(
+        "--drafters", metavar="DRAFTER", nargs="+", required=True, help="folders or Hub ids; the first is the baseline"
+    )
+    _add_evaluated(drafters)
+    _add_results(drafters)
+    drafters.set_defaults(run=_run_ablate)
+    cost = parts.add_parser(
+        "cost",
+        help="what a drafter adds in parameters, memory and time",
+        description="Parameters, weights, peak memory and time of a drafter as shares of the target's; times by this "
+        "machine's profile of the pair, or measured for one row if there is none.",
+    )
+    add_pair(cost)
+    cost.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
+    _add_rows(cost, [1, 8])
+    cost.add_argument(
+        "--max-new-tokens", type=positive_int, default=64, help="of the calls whose memory counts; default: 64"
+    )
+    _add_results(cost)
+    cost.set_defaults(run=_run_ablate)
+
+
+def _add_evaluated(part: argparse.ArgumentParser) -> None:
+    """Prompts by set, and how they are decoded."""
+    part.add_argument(
+        "--tasks",
+        help="separated by commas: names of sets, .jsonl files with the field 'prompt', or datasets as "
+        "NAME:SPLIT:COLUMN; default: all sets",
+    )
+    part.add_argument("--prompts", metavar="FOLDER", help="sets, as .jsonl files; default: the bundled ones")
+    part.add_argument("--limit", type=positive_int, help="prompts of each set; default: all")
+    part.add_argument("--max-new-tokens", type=positive_int, default=128, help="default: %(default)s")
+    part.add_argument("--batch-size", type=positive_int, default=8, help="default: %(default)s")
+    part.add_argument("--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s")
+    add_sampling(part)
+
+
+def _add_rows(part: argparse.ArgumentParser, rows: list[int]) -> None:
+    part.add_argument(
+        "--context", type=positive_int, default=256, help="tokens that each row holds; default: %(default)s"
+    )
+    part.add_argument(
+        "--rows",
+        metavar="R",
+        type=positive_int,
+        nargs="+",
+        default=rows,
+        help=f"numbers of concurrent rows; default: {' '.join(map(str, rows))}",
+    )
+
+
+def _add_results(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--output", metavar="FILE", help="write all numbers to this JSON file")
+    part.add_argument("--markdown", metavar="FILE", help="write the tables to this Markdown file")
+    part.add_argument("--plot", metavar="FOLDER", help="draw PNG files")
+    add_placement(part, dtype="auto")
+
+
+def _run_ablate(*, part: str, **arguments: object) -> int:
+    """`dspark ablate`: one of its parts."""
+    if part == "drafters":
+        from .ablate_drafters import run
+    elif part == "cost":
+        from .ablate_cost import run
+    else:
+        from .ablate import run
+
+        arguments["part"] = part
     return run(**arguments)

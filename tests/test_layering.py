@@ -60,6 +60,11 @@ TOP = (
     "synthesis",
     "data_making",
     "doctor",
+    "ablation",
+    "ablate",
+    "ablate_drafters",
+    "ablate_cost",
+    "ablate_report",
 )
 
 
