@@ -148,7 +148,8 @@ def _run_generate(
     from rich.console import Console
 
     from . import demo
-    from .bench import dspark_method, plain_method, timed_generate, warm_up
+    from .bench import timed_generate, warm_up
+    from .decoding_methods import dspark_method, plain_method
 
     pair = load_pair(target, drafter, dtype, device, threads)
     inputs = pair.encode(text, chat)

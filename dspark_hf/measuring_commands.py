@@ -48,6 +48,22 @@ def add_bench(commands: Commands) -> None:
         help="prompt_lookup_num_tokens; default: 10; not with --batch-sizes",
     )
     bench.add_argument(
+        "--methods",
+        choices=("static", "compiled", "prompt-lookup", *SCHEDULES),
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="beside plain generate: a static cache, torch.compile, prompt lookup, the drafter by schedules; default: "
+        "prompt lookup and the drafter; not with --batch-sizes",
+    )
+    bench.add_argument(
+        "--contexts",
+        metavar="N",
+        type=positive_int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="prompts of N tokens each, other prompts before them; not with --batch-sizes",
+    )
+    bench.add_argument(
         "--synthetic-acceptance",
         dest="synthetic",
         metavar="P",
@@ -271,10 +287,12 @@ def add_doctor(commands: Commands) -> None:
 def _run_bench(**arguments: object) -> int:
     """`dspark bench`: row by row, or on batches."""
     batched = "batch_sizes" in arguments
-    for name in ("prompt_lookup_tokens",) if batched else ("schedules", "synthetic_auc", "markdown"):
+    for name in (
+        ("prompt_lookup_tokens", "methods", "contexts") if batched else ("schedules", "synthetic_auc", "markdown")
+    ):
         if name in arguments:
             value = arguments[name]
-            told = " ".join(value) if isinstance(value, list) else value
+            told = " ".join(map(str, value)) if isinstance(value, list) else value
             fix = "leave one of them out" if batched else "give that as well"
             raise CommandError(
                 f"--{name.replace('_', '-')} {told}: not {'with' if batched else 'without'} --batch-sizes; {fix}"

@@ -114,7 +114,7 @@ def test_arguments_are_those_of_the_functions():
     for argv, function in (
         (["demo"], demo.run),
         (["generate", "--prompt", "x"], cli._run_generate),
-        (["bench", "--prompt-lookup-tokens", "3"], bench.run),
+        (["bench", "--prompt-lookup-tokens", "3", "--methods", "static", "--contexts", "9"], bench.run),
     ):
         arguments = set(vars(parser.parse_args(argv))) - {"run", "command"}
         assert arguments == set(inspect.signature(function).parameters)

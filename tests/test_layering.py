@@ -33,6 +33,7 @@ TOP = (
     "__main__",
     "demo",
     "bench",
+    "decoding_methods",
     "batch_bench",
     "loading",
     "simulate",
