@@ -19,11 +19,16 @@ from safetensors.torch import load, load_file, save_file
 from dspark_hf import DSparkDraftModel, cli
 from dspark_hf.card import CardSources, is_unedited
 from dspark_hf.hub import load_strictly, push_drafter
+from dspark_hf.hub_only import flat_modules
 
 
 ROOT = Path(__file__).parents[1]
 CODE = {path.name for path in (ROOT / "modeling").glob("*.py")} - {"__init__.py"}
-WRITTEN = {"config.json", "generation_config.json", "model.safetensors", "training.json", "README.md"} | CODE
+DECODING = {f"custom_generate/{name}.py" for name in flat_modules() if name != "hub_generate"}
+DECODING |= {"custom_generate/generate.py", "custom_generate/requirements.txt"}
+WRITTEN = (
+    {"config.json", "generation_config.json", "model.safetensors", "training.json", "README.md"} | CODE | DECODING
+)
 REPO = "ann/drafter"
 # A PNG file by its first bytes; nobody draws it.
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -162,6 +167,7 @@ def test_its_card_is_whole(hub, pushed):
     data = ModelCard(text).data
     assert data.base_model == "org/tiny-target" and data.license == "mit" and is_unedited(text)
     assert f'DSparkDraftModel.from_pretrained("{REPO}", dtype=torch.bfloat16' in text
+    assert f'custom_generate="{REPO}", trust_remote_code=True' in text
     for linked in ("figures/eval.json", "figures/bench.json", "figures/batches.json", "training.json"):
         assert f"]({linked})" in text and linked in hub.files(REPO)
     assert "](calibration.png)" in text
