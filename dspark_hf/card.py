@@ -221,6 +221,7 @@ def card_context(known: Known, source: str, has_plot: bool) -> dict[str, Any]:
         "facts": _facts(known),
         "target_literal": json.dumps(target),
         "source_literal": json.dumps(source),
+        "on_hub": hub_id(source) is not None,
         "dtype_literal": f"torch.{known.dtype}" if known.dtype in _SNIPPET_DTYPES else '"auto"',
         "template_arguments": _template_arguments(sampling),
         "sampling_arguments": _sampling_arguments(sampling),

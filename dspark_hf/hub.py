@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .card import FIGURES_FOLDER, PLOT_NAME, CardSources, hub_id, is_unedited, plot_file, render_card
 from .card_inputs import TRAINING_NAME
+from .hub_only import FOLDER, write_custom_generate
 from .modeling import DSparkDraftModel
 
 
@@ -35,6 +36,7 @@ _OURS = (
     TRAINING_NAME,
     PLOT_NAME,
     f"{FIGURES_FOLDER}/*",
+    f"{FOLDER}/*",
 )
 
 logger = logging.getLogger(__name__)
@@ -173,8 +175,8 @@ def _target_tensors(folder: Path) -> list[str]:
 
 def stage_drafter(folder: Path, staged: Path, repo_id: str, sources: CardSources | None = None) -> None:
     """
-    Write the complete repository of a drafter into a folder: weights, config, generation config, code, provenance,
-    figures, calibration plot and card. The drafter's own folder is only read.
+    Write the complete repository of a drafter into a folder: weights, config, generation config, code (of the
+    drafter, and of decoding), provenance, figures, calibration plot and card. The drafter's own folder is only read.
 
     Args:
         folder (`Path`): The drafter's.
@@ -198,6 +200,7 @@ def stage_drafter(folder: Path, staged: Path, repo_id: str, sources: CardSources
         raise ValueError(f"The plot {str(plot)!r} is no PNG file; draw one with `dspark calibrate --plot`.")
 
     drafter.save_pretrained(staged)
+    write_custom_generate(staged, repo_id)
     if (folder / TRAINING_NAME).is_file():
         shutil.copyfile(folder / TRAINING_NAME, staged / TRAINING_NAME)
     if plot is not None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from conftest import load_drafter
 
+from dspark_hf.hub_only import flat_modules
+
 
 MACHINE = {"platform": "Linux", "processor": "Some CPU", "cores": 8, "torch_threads": 4, "cuda": "no device"}
 GPU = MACHINE | {"cuda": "12.8 (NVIDIA H200)"}
@@ -14,7 +16,11 @@ VERSIONS = {"dspark-hf": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"}
 TARGET = "org/tiny-target"
 # The files that travel with a drafter as its code, and those that every push writes.
 CODE = {path.name for path in (Path(__file__).parents[1] / "modeling").glob("*.py")} - {"__init__.py"}
-WRITTEN = {"config.json", "generation_config.json", "model.safetensors", "training.json", "README.md"} | CODE
+DECODING = {f"custom_generate/{name}.py" for name in flat_modules() if name != "hub_generate"}
+DECODING |= {"custom_generate/generate.py", "custom_generate/requirements.txt"}
+WRITTEN = (
+    {"config.json", "generation_config.json", "model.safetensors", "training.json", "README.md"} | CODE | DECODING
+)
 # A PNG file by its first bytes; nobody draws it.
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -139,6 +139,7 @@ def test_its_card_is_whole(hub, pushed):
     data = ModelCard(text).data
     assert data.base_model == "org/tiny-target" and data.license == "mit" and is_unedited(text)
     assert f'target_id, drafter_id = "org/tiny-target", "{REPO}"' in text
+    assert f'custom_generate="{REPO}", trust_remote_code=True' in text
     for linked in ("figures/eval.json", "figures/bench.json", "figures/batches.json", "training.json"):
         assert f"]({linked})" in text and linked in hub.files(REPO)
     assert "](calibration.png)" in text
