@@ -76,7 +76,8 @@ def run(
     from rich.console import Console
 
     console = Console()
-    print_prompts(kept, dropped, console)
+    if found:
+        print_prompts(kept, dropped, console)
     settings: dict[str, Any] = {
         "--target": target,
         "what is asked": hashlib.sha256("".join(prompt.key for prompt in kept).encode()).hexdigest(),

@@ -41,7 +41,8 @@ def test_the_target_writes_prompts(capsys, target, tmp_path):
     code, out, err = run(capsys, command(target, tmp_path / "data"))
     assert code == 0, err
     written = prompts_of(tmp_path / "data")
-    assert len(written) == 12 == len(set(written)) and "12 prompts of" in out and "dropped: " in out
+    assert len(written) == 12 == len(set(written)) and "0 prompts" not in out
+    assert "12 prompts of" in out and "dropped: " in out
     asked = {
         text_of(record["input_ids"]).split(END + "A:")[0].removeprefix("U:") for record in contents(tmp_path / "data")
     }
