@@ -27,19 +27,9 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from .bench import (
-    PLAIN,
-    Method,
-    bench_options,
-    check_lengths,
-    format_number,
-    introduce,
-    pair_settings,
-    plain_method,
-    timed_rows,
-    warm_up,
-)
+from .bench import bench_options, check_lengths, format_number, introduce, pair_settings, timed_rows, warm_up
 from .command_files import check_writable, read_prompts, write_results
+from .decoding_methods import PLAIN, Method, plain_method
 from .loading import CommandError, Pair, left_padded, load_pair
 from .profiles import Profile, find_profile
 from .schedule_options import drafter_schedule

@@ -8,6 +8,7 @@ later batch. None of them changes what a row's tokens are drawn from.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from .cache_layers import PLAIN_LAYERS
-from .compat import CACHE_NAME
+from .compat import CACHE_NAME, cache_argument
 from .nucleus import filter_nucleus
 from .sampling import draw_tokens, most_likely, probabilities
 
@@ -261,7 +262,9 @@ def growing_cache(target: PreTrainedModel) -> Cache | None:
     An empty cache of [`GrowingLayer`]s where `generate` would make one of plain layers, which rows can be taken out
     of; `None` where it would make another.
     """
-    if not target._supports_default_dynamic_cache() or target.generation_config.cache_implementation is not None:
+    takes_one = cache_argument(target) in inspect.signature(target.forward).parameters
+    makes_plain = target._supports_default_dynamic_cache() and target.generation_config.cache_implementation is None
+    if not takes_one or not makes_plain:
         return None
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     if not cache.layers or any(type(layer) not in PLAIN_LAYERS for layer in cache.layers):

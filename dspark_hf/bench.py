@@ -12,13 +12,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from .command_files import check_writable, read_prompts, write_results
+from .decoding_methods import (
+    COMPILED,
+    PROMPT_LOOKUP,
+    STATIC,
+    Method,
+    at_contexts,
+    chosen_methods,
+    dspark_method,
+    plain_method,
+    synthetic_methods,
+)
 from .loading import CommandError, Pair, generation_options, load_pair, reporting
 
 
@@ -29,22 +39,9 @@ if TYPE_CHECKING:
 
     from .statistics import SpeculativeStats
 
-PLAIN = "plain generate"
-PROMPT_LOOKUP = "prompt lookup"
-DSPARK = "DSpark"
 PROMPT_LOOKUP_TOKENS = 10
 BARE_STEPS = 12
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way of decoding: the arguments it adds to `generate`, and what must be in force around the call."""
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
-    speculative: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,16 +65,6 @@ class Call:
     def tokens_per_second(self) -> float:
         """New tokens a second of the whole call, prefill included."""
         return len(self.new_token_ids) / self.seconds
-
-
-def plain_method() -> Method:
-    """The target alone."""
-    return Method(PLAIN)
-
-
-def dspark_method(pair: Pair) -> Method:
-    """The target with its drafter."""
-    return Method(DSPARK, {"assistant_model": pair.drafter}, speculative=True)
 
 
 def timed_generate(
@@ -192,7 +179,7 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
 
 def run_methods(
     pair: Pair,
-    prompt_sets: dict[str, list[str]],
+    encoded: dict[str, list[dict[str, torch.Tensor]]],
     methods: Sequence[Method],
     options: dict[str, Any],
     repetitions: int,
@@ -202,7 +189,7 @@ def run_methods(
 
     Args:
         pair (`Pair`): target and drafter.
-        prompt_sets (`dict[str, list[str]]`): prompts by set, see [`read_prompts`].
+        encoded (`dict`): prompts by set, `input_ids` and `attention_mask` of shape `(1, prompt_length)`.
         methods (`Sequence[Method]`): the first is the one that ratios are taken against.
         options (`dict`): arguments of `generate` that all methods share.
         repetitions (`int`): how often each prompt is run by each method.
@@ -211,8 +198,6 @@ def run_methods(
     Returns:
         `list[dict]`: one record a call, of plain values.
     """
-    encoded = {name: [pair.encode(prompt) for prompt in prompts] for name, prompts in prompt_sets.items()}
-    check_lengths(pair, encoded, options["max_new_tokens"])
     warm_up(pair, next(iter(encoded.values()))[0], methods, options)
 
     records: list[dict[str, Any]] = []
@@ -250,6 +235,28 @@ def warm_up(pair: Pair, inputs: dict[str, torch.Tensor], methods: Iterable[Metho
     for method in methods:
         with reporting(f"{method.name} with --target {pair.names[0]!r} and --drafter {pair.names[1]!r}"):
             timed_generate(pair, inputs, method, short, seed=0)
+
+
+def working_methods(
+    pair: Pair, inputs: dict[str, torch.Tensor], methods: Sequence[Method], options: dict
+) -> tuple[list[Method], dict[str, str]]:
+    """
+    Try each way of decoding for a few tokens. Static caches and compilation do not work for every target and machine.
+
+    Returns:
+        Those that work, and why the others do not, by name.
+    """
+    working, reasons = [], {}
+    for method in methods:
+        try:
+            warm_up(pair, inputs, [method], options)
+        except (CommandError, RuntimeError, TypeError, NotImplementedError) as error:
+            if method.name not in (STATIC, COMPILED):
+                raise
+            reasons[method.name] = " ".join(str(error).split())[:300]
+        else:
+            working.append(method)
+    return working, reasons
 
 
 def check_lengths(pair: Pair, encoded: dict[str, list[dict[str, torch.Tensor]]], max_new_tokens: int) -> None:
@@ -489,28 +496,6 @@ def _synchronize(pair: Pair) -> None:
         torch.cuda.synchronize(pair.target.device)
 
 
-def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method]:
-    """DSpark with drafts forced to be right with a given probability: the engine apart from the drafter's quality.
-
-    Args:
-        pair (`Pair`): target and drafter.
-        probabilities (`Iterable[float]`): each in [0, 1].
-    """
-    from functools import partial
-
-    from .synthetic import synthetic_acceptance
-
-    return [
-        Method(
-            f"DSpark, synthetic {probability:g}",
-            {"assistant_model": pair.drafter},
-            partial(synthetic_acceptance, probability),
-            speculative=True,
-        )
-        for probability in probabilities
-    ]
-
-
 def run(
     *,
     target: str,
@@ -528,6 +513,8 @@ def run(
     threads: int | None,
     seed: int,
     prompt_lookup_tokens: int = PROMPT_LOOKUP_TOKENS,
+    methods: Sequence[str] = (),
+    contexts: Sequence[int] = (),
     synthetic: Sequence[float],
     output: str | None,
 ) -> int:
@@ -545,28 +532,37 @@ def run(
 
     from rich.console import Console
 
+    if methods and synthetic:
+        raise CommandError(f"--methods {' '.join(methods)}: not with --synthetic-acceptance; leave one of them out")
     pair = load_pair(target, drafter, dtype, device, threads)
-    methods = [plain_method()]
+    encoded = {name: [pair.encode(prompt) for prompt in texts] for name, texts in prompt_sets.items()}
+    if contexts:
+        encoded = at_contexts(encoded, contexts)
+    check_lengths(pair, encoded, max_new_tokens)
+    ways, left_out = [plain_method()], {}
     if synthetic:
-        methods += synthetic_methods(pair, synthetic)
+        ways += synthetic_methods(pair, synthetic)
         # Such text means nothing, so its end does not either: every call runs to the full length. This is an id that
         # no token has.
         options["eos_token_id"] = pair.target.config.get_text_config().vocab_size
+    elif methods:
+        given = chosen_methods(pair, methods, prompt_lookup_tokens)
+        working, left_out = working_methods(pair, next(iter(encoded.values()))[0], given, options)
+        ways += working
     else:
-        methods += [
-            Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}),
-            dspark_method(pair),
-        ]
+        ways += [Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}), dspark_method(pair)]
     console = Console()
     introduce(pair, console, bool(synthetic))
-    records = run_methods(pair, prompt_sets, methods, options, repetitions, seed)
+    for name, reason in left_out.items():
+        console.print(f"Left out: {name} does not work here ({reason})", highlight=False, markup=False)
+    records = run_methods(pair, encoded, ways, options, repetitions, seed)
     summary = summarise(records)
     print_tables(summary, console, greedy=temperature == 0)
     if output is not None:
         settings = pair_settings(pair, target, prompts) | {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": options.get("top_p"),
             "top_k": options.get("top_k"), "threshold": threshold, "repetitions": repetitions, "seed": seed,
-            "synthetic": list(synthetic),
+            "synthetic": list(synthetic), "left_out": left_out,
         }  # fmt: skip
         write_results(output, {"settings": settings, "summary": summary, "calls": records})
         console.print(f"Written: {output}", highlight=False)

@@ -35,23 +35,31 @@ class Blocks:
         accepted (`np.ndarray` of shape `(blocks,)`, int): Length of each block's accepted prefix, 0 to `block_size`.
         sets (`list[str]`): The prompt set that each block comes from.
         sampling_temperature (`float`): 0 is greedy decoding.
+        prompts (`list[int]`, *optional*): The prompt that each block comes from, by a number of its own; files that
+            were recorded before these were kept do not say.
     """
 
     confidence_logits: np.ndarray
     accepted: np.ndarray
     sets: list[str]
     sampling_temperature: float
+    prompts: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.accepted)
 
     def __add__(self, other: Blocks) -> Blocks:
-        """These and then others of the same pair and sampling temperature."""
+        """These and then others, of other prompts, of the same pair and sampling temperature."""
+        prompts = None
+        if self.prompts is not None and other.prompts is not None:
+            behind = max(self.prompts) + 1
+            prompts = self.prompts + [behind + number for number in other.prompts]
         return Blocks(
             np.concatenate([self.confidence_logits, other.confidence_logits]),
             np.concatenate([self.accepted, other.accepted]),
             self.sets + other.sets,
             self.sampling_temperature,
+            prompts,
         )
 
     def save(self, path: str | Path) -> None:
@@ -61,6 +69,7 @@ class Blocks:
             {
                 "sampling_temperature": self.sampling_temperature,
                 "sets": self.sets,
+                "prompts": self.prompts,
                 "accepted": self.accepted.tolist(),
                 "confidence_logits": self.confidence_logits.tolist(),
             },
@@ -77,11 +86,13 @@ class Blocks:
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
             logits, accepted = np.array(raw["confidence_logits"], dtype=float), np.array(raw["accepted"], dtype=int)
-            blocks = cls(logits, accepted, list(raw["sets"]), float(raw["sampling_temperature"]))
+            prompts = None if raw.get("prompts") is None else [int(number) for number in raw["prompts"]]
+            blocks = cls(logits, accepted, list(raw["sets"]), float(raw["sampling_temperature"]), prompts)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no blocks ({error}); record some with `dspark calibrate`.") from error
         sound = logits.ndim == 2 and len(logits) > 0 and np.isfinite(logits).all()
         sound = sound and accepted.shape == logits.shape[:1] and len(blocks.sets) == len(accepted)
+        sound = sound and (prompts is None or len(prompts) == len(accepted) and min(prompts) >= 0)
         if not sound or not ((accepted >= 0) & (accepted <= logits.shape[1])).all():
             raise ValueError(
                 f"{path} holds no blocks: each needs a set, finite logits and an accepted length of 0 to the block "
@@ -132,7 +143,7 @@ def record_blocks(
     check_lengths(pair, encoded, max_new_tokens)
     waiting = [(name, inputs) for name, prompts in encoded.items() for inputs in prompts]
     torch.manual_seed(seed)
-    records: list[tuple[str, list[float], int]] = []
+    records: list[tuple[str, int, list[float], int]] = []
     rounds = accepted = tokens = 0
     start = time.perf_counter()
     bar = tqdm(total=len(waiting), desc=f"Blocks, {regime(temperature)}", unit="prompt")
@@ -140,8 +151,9 @@ def record_blocks(
         for first in range(0, len(waiting), batch_size):
             batch = waiting[first : first + batch_size]
             stats = decode_batch(pair, [inputs for _, inputs in batch], options).speculative_stats
-            for (name, _), row in zip(batch, whole_blocks_by_row(stats, block_size), strict=True):
-                records += [(name, logits, length) for logits, length in row]
+            rows = zip(batch, whole_blocks_by_row(stats, block_size), strict=True)
+            for number, ((name, _), row) in enumerate(rows, start=first):
+                records += [(name, number, logits, length) for logits, length in row]
             rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
             tokens += len(batch) + stats.rounds + stats.accepted  # the first, and each round's
             progress.update(len(batch))
@@ -155,10 +167,11 @@ def record_blocks(
             "prompts with longer answers."
         )
     return Blocks(
-        np.array([logits for _, logits, _ in records], dtype=float),
-        np.array([length for _, _, length in records], dtype=int),
-        [name for name, _, _ in records],
+        np.array([logits for _, _, logits, _ in records], dtype=float),
+        np.array([length for _, _, _, length in records], dtype=int),
+        [name for name, _, _, _ in records],
         float(temperature),
+        [number for _, number, _, _ in records],
     )
 
 

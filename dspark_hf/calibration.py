@@ -81,6 +81,26 @@ def expected_calibration_error(predicted: np.ndarray, happened: np.ndarray, bins
     return float(np.abs(gaps).sum() / len(predicted))
 
 
+def gaps_by_group(
+    predicted: np.ndarray, happened: np.ndarray, groups: np.ndarray, count: int, bins: int = BINS
+) -> np.ndarray:
+    """
+    What [`expected_calibration_error`] is made of, apart for each group of samples: predictions less what happened,
+    summed in each bin. The error of some groups together is the sum of absolute values of the bins, after summing
+    over groups, over the number of samples.
+
+    Args:
+        predicted, happened, bins: As for [`expected_calibration_error`].
+        groups (`np.ndarray` of shape `(samples,)`): The group of each sample, from 0.
+        count (`int`): Groups there are.
+
+    Returns:
+        `np.ndarray` of shape `(count, bins)`.
+    """
+    places = groups * bins + _bin_of(predicted, bins)
+    return np.bincount(places, weights=predicted - happened, minlength=count * bins).reshape(count, bins)
+
+
 def reliability_points(
     predicted: np.ndarray, happened: np.ndarray, bins: int = BINS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,15 +6,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .data import import_datasets
-from .files import write_json
+from .files import write_json, write_text
 from .loading import CommandError
 
 
@@ -96,14 +97,21 @@ class DataFolder:
         finally:
             lock.release()
 
-    def write(self, records: Iterable[dict[str, Any]], provenance: dict[str, Any], complete: bool) -> None:
+    def write(
+        self,
+        records: Iterable[dict[str, Any]],
+        provenance: dict[str, Any],
+        complete: bool,
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """
         Make the folder a data set of these records, in place of an older one.
 
         Args:
-            records (`Iterable[dict]`): As [`dspark_hf.data`] describes them.
+            records (`Iterable[dict]`): As [`dspark_hf.data`] describes them, at least one.
             provenance (`dict`): How they were made.
             complete (`bool`): Whether these are all.
+            files (`Mapping[str, str]`, *optional*): Texts of files to put beside it, by name.
         """
         datasets = import_datasets()
         features = datasets.Features(
@@ -120,9 +128,7 @@ class DataFolder:
         while chunk := list(islice(waiting, _CHUNK)):
             columns = {name: [record[name] for record in chunk] for name in features}
             parts.append(datasets.Dataset.from_dict(columns, features=features))
-        data = datasets.concatenate_datasets(
-            parts or [datasets.Dataset.from_dict({n: [] for n in features}, features)]
-        )
+        data = datasets.concatenate_datasets(parts)
         scratch = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=f".{self.path.name}-"))
         try:
             with _quiet(datasets):
@@ -130,6 +136,8 @@ class DataFolder:
             write_json(
                 scratch / "new" / "provenance.json", {"complete": complete, "settings": self.settings} | provenance
             )
+            for name, text in files.items():
+                write_text(scratch / "new" / name, text)
             if self.path.exists():
                 os.replace(self.path, scratch / "old")
             os.replace(scratch / "new", self.path)

@@ -28,11 +28,20 @@ def cache_folder() -> Path:
 
     Returns:
         `Path`: `$DSPARK_CACHE` if set, otherwise `dspark_hf` in `$XDG_CACHE_HOME`, otherwise `~/.cache/dspark_hf`.
+
+    Raises:
+        `ValueError`: if it is in the home of a user that does not exist.
     """
-    if explicit := os.environ.get("DSPARK_CACHE"):
-        return Path(explicit).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "dspark_hf"
+    explicit = os.environ.get("DSPARK_CACHE")
+    folder = Path(explicit or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        folder = folder.expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(
+            f"The cache folder {str(folder)!r} is in the home of a user that does not exist; set DSPARK_CACHE to a "
+            "folder of yours."
+        ) from error
+    return folder if explicit else folder / "dspark_hf"
 
 
 def package_versions() -> dict[str, str]:

@@ -189,14 +189,15 @@ def _draw_positions(entries: Sequence[dict[str, Any]], path: Path) -> None:
     """Acceptance by position, a panel a setting and a line a task."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(entries), 4), layout="constrained")
-    panels = figure.subplots(1, len(entries), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(5 * len(entries) + 1.5, 4), layout="constrained")
+    panels = figure.subplots(1, len(entries), sharex=True, sharey=True, squeeze=False)[0]
     for axes, entry in zip(panels, entries, strict=True):
         for index, (task, values) in enumerate(entry["tasks"].items()):
             _draw_line(axes, values, task, f"C{index}")
-        axes.set(title=setting_name(entry), xlabel="position in the block", ylim=(0, 1))
-    panels[0].set_ylabel("accepted, of the rounds that reached it")
-    panels[0].legend(fontsize="small")
+        places = range(1, 1 + len(values["reached_by_position"]))
+        axes.set(title=setting_name(entry), xlabel=f"position (hollow: under {FEW_ROUNDS} rounds)", xticks=places)
+    panels[0].set(ylabel="accepted, of the rounds that reached it", ylim=(-0.03, 1.03))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -214,16 +215,21 @@ def _draw_sweep(entries: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     modes = list(dict.fromkeys(entry["thinking"] for entry in entries))
-    figure = Figure(figsize=(5 * len(modes), 4), layout="constrained")
+    figure = Figure(figsize=(5 * len(modes) + 1.5, 4), layout="constrained")
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for axes, mode in zip(panels, modes, strict=True):
         own = sorted((e for e in entries if e["thinking"] == mode), key=lambda entry: entry["temperature"])
+        temperatures = [entry["temperature"] for entry in own]
+        # Side by side, so that intervals do not hide each other.
+        shift = (temperatures[-1] - temperatures[0]) / 100
         for index, task in enumerate(own[0]["tasks"]):
-            _draw_lengths(axes, [(entry["temperature"], entry["tasks"][task]) for entry in own], task, f"C{index}")
-        _draw_lengths(axes, [(entry["temperature"], entry["macro"]) for entry in own], "macro", "black")
+            points = [(entry["temperature"] + shift * index, entry["tasks"][task]) for entry in own]
+            _draw_lengths(axes, points, task, f"C{index}")
+        _draw_lengths(axes, [(entry["temperature"] - shift, entry["macro"]) for entry in own], "macro", "black")
         axes.set(title="" if mode is None else f"thinking {mode}", xlabel="temperature (0 is greedy)")
-    panels[0].set_ylabel("tokens a round")
-    panels[0].legend(fontsize="small")
+        axes.set_xticks(temperatures)
+    panels[0].set_ylabel("tokens a round, with 95% intervals")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, format="png", dpi=120)
 
 

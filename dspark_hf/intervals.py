@@ -1,6 +1,6 @@
 """Confidence intervals by resampling prompts: rounds of one text follow from each other, so a text is the unit."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ Interval = tuple[float, float]
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
     """
     Bootstrap interval of a ratio of sums: prompts are drawn with replacement, the percentiles of what comes out are
-    returned. With a dozen prompts it covers some 90% for 95.
+    returned. With a dozen prompts it covers some 90% instead of 95 (measured on synthetic rounds, see its test).
 
     Args:
         numerators, denominators (`Sequence[float]`): One each a prompt, for example its tokens and its rounds.
@@ -42,9 +42,68 @@ def mean_ratio_interval(groups: Sequence[tuple[Sequence[float], Sequence[float]]
     drawn = [_resampled_ratios(*group, generator) for group in groups]
     if not drawn or any(ratios is None for ratios in drawn):
         return None
-    means = np.mean(drawn, axis=0)
-    low, high = np.nanquantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return percentile_interval(np.mean(drawn, axis=0))
+
+
+def mean_ratio_difference_interval(
+    groups: Sequence[tuple[Sequence[float], Sequence[float]]],
+    baseline: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> Interval | None:
+    """
+    The same of how far the mean of ratios lies above another one of the very same prompts: each resample takes a
+    prompt from both or from neither, so that what makes a prompt easy or hard for both does not count.
+
+    Args:
+        groups, baseline (`Sequence[tuple]`): As for [`mean_ratio_interval`], group by group of the same prompts.
+
+    Returns:
+        `tuple[float, float]`, or `None` where [`ratio_interval`] gives none for one of the groups.
+    """
+    generators = np.random.default_rng(SEED), np.random.default_rng(SEED)  # the same prompts of both
+    drawn = []
+    for ours, theirs in zip(groups, baseline, strict=True):
+        pair = [_resampled_ratios(*part, each) for part, each in zip((ours, theirs), generators, strict=True)]
+        if any(ratios is None for ratios in pair):
+            return None
+        drawn.append(pair[0] - pair[1])
+    return percentile_interval(np.mean(drawn, axis=0)) if drawn else None
+
+
+def resamples(strata: Sequence[Hashable]) -> np.ndarray:
+    """
+    How often each prompt is drawn, with replacement and as many of each stratum as there are.
+
+    Args:
+        strata (`Sequence[Hashable]`): The stratum of each prompt, for example its set; at least one prompt.
+
+    Returns:
+        `np.ndarray` of shape `(DRAWS, prompts)`, ints.
+
+    Source: Efron and Tibshirani 1993, chapter 17.4 (clusters).
+    """
+    generator = np.random.default_rng(SEED)
+    places: dict[Hashable, list[int]] = {}
+    for place, stratum in enumerate(strata):
+        places.setdefault(stratum, []).append(place)
+    counts = np.zeros((DRAWS, len(strata)), dtype=int)
+    for members in places.values():
+        counts[:, members] = generator.multinomial(len(members), [1 / len(members)] * len(members), size=DRAWS)
+    return counts
+
+
+def percentile_interval(drawn: np.ndarray) -> Interval:
+    """The middle 95% of resampled values; those that are nan have no part in it."""
+    low, high = np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
+
+
+def mirrored_interval(value: float, drawn: np.ndarray) -> Interval:
+    """
+    The same mirrored at the value itself (the basic bootstrap), for figures that resampling shifts: a calibration
+    error is the greater the fewer different blocks it is taken of.
+    """
+    low, high = percentile_interval(drawn)
+    return 2 * value - high, 2 * value - low
 
 
 def _resampled_ratios(

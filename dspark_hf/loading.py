@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .modeling import DSparkDraftModel
 
 DEMO = "demo"
+MOST_THREADS = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 # What chat templates of models that can think or not call the choice.
 THINKING = "enable_thinking"
@@ -132,15 +133,23 @@ def load_pair(
 
     from transformers import AutoTokenizer
 
+    with reporting(f"--target {target!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    return Pair(model, load_drafter(drafter, model), tokenizer, (target, drafter))
+
+
+def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:
+    """Load a drafter for a target that is loaded, in its dtype and on its device.
+
+    Raises:
+        `CommandError`: it cannot be loaded.
+    """
     from . import DSparkDraftModel
     from .demo_target import demo_drafter_folder
 
-    with reporting(f"--target {target!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
     with reporting(f"--drafter {drafter!r}"):
         source = demo_drafter_folder() if drafter == DEMO else drafter
-        draft_model = DSparkDraftModel.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
-    return Pair(model, draft_model, tokenizer, (target, drafter))
+        return DSparkDraftModel.from_pretrained(source, dtype=target.dtype).to(target.device).eval()
 
 
 def load_target(target: str, dtype: str, device: str, threads: int | None) -> tuple[PreTrainedModel, str | Path]:
@@ -155,6 +164,8 @@ def load_target(target: str, dtype: str, device: str, threads: int | None) -> tu
     check_source("--target", target)
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise CommandError(f"--threads {threads}: it must be from 1 to {MOST_THREADS}")
 
     import torch
     from transformers import AutoModelForCausalLM

@@ -106,3 +106,10 @@ class ExcludedTexts:
             if held or count >= HELD * self._sizes[other]:
                 return True
         return False
+
+
+def repetition(text: str) -> float:
+    """How much of a text repeats what it has said before: a share in [0, 1)."""
+    normal = normalise(text)
+    places = max(len(normal) - SHINGLE, 0) + 1
+    return 1 - len(shingles(normal)) / places

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .chat_format import ChatFormat, end_tokens
+from .chat_format import ChatFormat
 from .command_files import check_writable
-from .data import QUANTILES, GroupStatistics, chat_loss_mask, data_statistics, import_datasets, load_training_data
+from .data import QUANTILES, GroupStatistics, data_statistics, import_datasets, load_training_data
 from .data_folder import DataFolder
-from .loading import (
-    CommandError,
-    check_source,
-    load_target,
-    load_tokenizer,
-    reporting,
-    resolve_target,
-    sampling_in_force,
-)
+from .loading import CommandError, check_source, reporting
 from .near_duplicates import ExcludedTexts
 from .prompt_sources import Prompt, read_dataset, read_files
 
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedModel
-
-    from .answering import AnswerSettings
 
 # Unless others are asked for: the target's distribution as it is.
 TEMPERATURE = 1.0
@@ -49,8 +36,11 @@ def run(
     column: str | None,
     limit: int | None,
     exclude: list[str] | None,
-    output: str,
     keep_responses: bool,
+    synthesize: int | None,
+    system_prompts: list[str] | None,
+    examples: list[str] | None,
+    output: str,
     temperatures: list[float] | None,
     samples_per_prompt: int | None,
     max_new_tokens: int,
@@ -76,10 +66,12 @@ def run(
     check_source("--target", target)
     path = output_path(output)
     check_decoding(temperatures, samples_per_prompt, top_p, top_k, keep_responses)
+    check_synthesis(synthesize, system_prompts, examples, keep_responses)
     with reporting(f"--output {output!r}"):
         import_datasets()
-    found = read_prompts(prompts, dataset, subset, split, column, limit, keep_responses)
-    kept, dropped = without_excluded(found, exclude or [])
+    found = read_prompts(prompts, dataset, subset, split, column, limit, keep_responses, synthesize)
+    like, kept_out = user_texts("--examples", examples), user_texts("--exclude", exclude)
+    kept, dropped = without_excluded(found, kept_out)
 
     from rich.console import Console
 
@@ -91,16 +83,22 @@ def run(
         "--keep-responses": keep_responses,
         "--thinking": thinking,
     }
-    used = temperatures or [TEMPERATURE]
     if not keep_responses:
         settings |= {
-            "--temperature": used,
-            "--samples-per-prompt": samples_per_prompt or len(used),
+            "--temperature": temperatures or [TEMPERATURE],
+            "--samples-per-prompt": samples_per_prompt or len(temperatures or [TEMPERATURE]),
             "--max-new-tokens": max_new_tokens,
             "--top-p": top_p,
             "--top-k": top_k,
             "--seed": seed,
             "--dtype": dtype,
+        }
+    if synthesize is not None:
+        settings |= {
+            "--synthesize": synthesize,
+            "--system-prompt": system_prompts,
+            "what is in --examples": hashed(like),
+            "what is in --exclude": hashed(kept_out),
         }
     folder = DataFolder(path, settings)
     if folder.is_complete():
@@ -108,25 +106,33 @@ def run(
         console.print(f"{path} is complete, made with the same arguments.", highlight=False, soft_wrap=True)
         print_statistics(path, console)
         return 0
-    with folder.working() as work:
-        facts: dict[str, Any] = {"prompts": {"sources": count_sources(kept), "dropped": dropped}}
+    facts: dict[str, Any] = {"prompts": {"sources": count_sources(kept), "dropped": dropped}}
+    with folder.working():
+        from .data_making import Making, keep
+
         if keep_responses:
-            complete = keep(folder, target, kept, thinking, facts)
+            keep(folder, kept, facts)
+            complete = True
         else:
-            model, source = load_target(target, dtype, device, threads)
+            making = Making.of_target(folder, (dtype, device, threads), batch_size, deadline, console, facts)
             with reporting(f"--target {target!r}"):
-                chat = ChatFormat(load_tokenizer(target), thinking)
-                check_roles(chat, kept)
-                how = answer_settings(model, chat, settings, batch_size)
-                facts |= target_facts(target, source, model) | chat_facts(chat, thinking)
-                print_plan(model, target, kept, how, console)
-                complete = answer(folder, work, model, chat, kept, how, deadline, facts, console)
-        print_statistics(path, console)
+                check_roles(making.chat, kept)
+            written = making.synthesize(kept, like, kept_out) if synthesize is not None else []
+            in_time = synthesize is None or bool(written)
+            complete = in_time and making.answer(kept, written)
+        if path.exists():
+            print_statistics(path, console)
     if complete:
         folder.remove_work()
     else:
-        console.print(f"Not complete yet: the same command goes on. In {path} is what there is.", soft_wrap=True)
+        console.print("Not complete yet: the same command goes on.", soft_wrap=True)
     return 0
+
+
+def hashed(texts: Iterable[str]) -> str:
+    """A name for texts in their order."""
+    keys = (Prompt.of_text("", text).key for text in texts)
+    return hashlib.sha256("".join(keys).encode()).hexdigest()
 
 
 def output_path(output: str) -> Path:
@@ -180,6 +186,24 @@ def check_decoding(
         )
 
 
+def check_synthesis(
+    synthesize: int | None, system_prompts: list[str] | None, examples: list[str] | None, keep_responses: bool
+) -> None:
+    """
+    Refuse what does not go together.
+
+    Raises:
+        `CommandError`: naming the argument.
+    """
+    if synthesize is not None and keep_responses:
+        raise CommandError(
+            f"--synthesize {synthesize}: with --keep-responses nothing is decoded; leave one of them out"
+        )
+    for argument, value in (("--system-prompt", system_prompts), ("--examples", examples)):
+        if value is not None and synthesize is None:
+            raise CommandError(f"{argument}: it is for --synthesize; leave it out or give that as well")
+
+
 def read_prompts(
     prompts: list[str] | None,
     dataset: str | None,
@@ -188,15 +212,19 @@ def read_prompts(
     column: str | None,
     limit: int | None,
     keep_responses: bool,
+    synthesize: int | None,
 ) -> list[Prompt]:
     """
     All prompts given.
 
     Raises:
-        `CommandError`: if there are none, or some cannot be read.
+        `CommandError`: if there are none and none are to be written, or some cannot be read.
     """
-    if prompts is None and dataset is None:
-        raise CommandError("--prompts is missing: give prompts to answer with --prompts or --dataset")
+    if prompts is None and dataset is None and synthesize is None:
+        raise CommandError(
+            "--prompts is missing: give prompts to answer with --prompts or --dataset, or let the target write some "
+            "with --synthesize"
+        )
     for argument, value in (("--subset", subset), ("--column", column)):
         if dataset is None and value is not None:
             raise CommandError(f"{argument} {value!r}: it is for --dataset; leave it out or give that as well")
@@ -206,26 +234,31 @@ def read_prompts(
     return found
 
 
-def without_excluded(prompts: Sequence[Prompt], exclude: Sequence[str]) -> tuple[list[Prompt], dict[str, int]]:
+def user_texts(argument: str, paths: list[str] | None) -> list[str]:
+    """What users say in files and folders of prompts."""
+    return [text for prompt in read_files(argument, paths or [], None) for text in prompt.user_texts]
+
+
+def without_excluded(prompts: Sequence[Prompt], texts: Sequence[str]) -> tuple[list[Prompt], dict[str, int]]:
     """
     The prompts that are not excluded.
 
     Args:
         prompts (`Sequence[Prompt]`): Of any source.
-        exclude (`Sequence[str]`): Files and folders of prompts.
+        texts (`Sequence[str]`): The excluded ones.
 
     Returns:
         `tuple`: the prompts, and how many were dropped, by reason.
 
     Raises:
-        `CommandError`: if nothing is left, or the files cannot be read.
+        `CommandError`: if nothing is left.
     """
-    if not exclude:
+    if not texts:
         return list(prompts), {}
-    excluded = ExcludedTexts(text for prompt in read_files("--exclude", exclude, None) for text in prompt.user_texts)
+    excluded = ExcludedTexts(texts)
     kept = [prompt for prompt in prompts if not any(text in excluded for text in prompt.user_texts)]
-    if not kept:
-        raise CommandError(f"--exclude {' '.join(exclude)}: it excludes all {len(prompts)} prompts; give others")
+    if prompts and not kept:
+        raise CommandError(f"--exclude: its {len(texts)} texts exclude all {len(prompts)} prompts; give others")
     return kept, {"excluded": len(prompts) - len(kept)}
 
 
@@ -254,193 +287,11 @@ def check_roles(chat: ChatFormat, prompts: Iterable[Prompt]) -> None:
             chat.encode_prompt(messages)
 
 
-def answer_settings(
-    model: PreTrainedModel, chat: ChatFormat, settings: dict[str, Any], batch_size: int
-) -> AnswerSettings:
-    """
-    How prompts are to be answered.
-
-    Raises:
-        `ValueError`: if the target samples in a way that is not done here.
-    """
-    from .answering import AnswerSettings
-    from .batch_decoding import Sampling, check_sampling
-
-    temperatures, sampling = settings["--temperature"], Sampling()
-    if max(temperatures) > 0:
-        check_sampling(model)
-        cut = sampling_in_force(model, max(temperatures), settings["--top-p"], settings["--top-k"])
-        sampling = Sampling(**cut, min_p=model.generation_config.min_p or 0.0)
-    return AnswerSettings(
-        temperatures=tuple(temperatures),
-        samples_per_prompt=settings["--samples-per-prompt"],
-        max_new_tokens=settings["--max-new-tokens"],
-        sampling=sampling,
-        end_tokens=end_tokens(model.generation_config, chat.tokenizer),
-        batch_size=batch_size,
-        seed=settings["--seed"],
-    )
-
-
-def answer(
-    folder: DataFolder,
-    work: Path,
-    model: PreTrainedModel,
-    chat: ChatFormat,
-    prompts: Sequence[Prompt],
-    how: AnswerSettings,
-    deadline: float | None,
-    facts: dict[str, Any],
-    console: Console,
-) -> bool:
-    """
-    Answer prompts, or go on with it, and write the data set.
-
-    Returns:
-        `bool`: whether it is complete.
-    """
-    from .answering import Answering
-    from .progress import Progress
-    from .shards import Shards
-
-    shards = Shards(work / "answers")
-    answering = Answering(model, chat, prompts, how, shards)
-    with Progress("Answers", answering.total, answering.done, "sample") as progress:
-        complete = answering.run(deadline, progress)
-    done = {
-        "sampling": {
-            "temperatures": list(how.temperatures),
-            "samples_per_prompt": how.samples_per_prompt,
-            "max_new_tokens": how.max_new_tokens,
-            "top_p": how.sampling.top_p,
-            "top_k": how.sampling.top_k,
-            "min_p": how.sampling.min_p,
-            "end_tokens": sorted(how.end_tokens),
-            "batch_size": how.batch_size,
-            "seed": how.seed,
-        },
-        "samples": {
-            "planned": answering.total,
-            "done": answering.done,
-            "too_long": sum(answering.too_long.values()),
-        },
-        "seconds": round(answering.seconds, 1),
-    }
-    too_long = sum(answering.too_long.values())
-    if next(shards.records(), None) is None:
-        if complete:
-            raise CommandError(
-                f"--target {facts['target']['id']!r}: all {too_long} prompts are too long for its {answering.limit} "
-                "positions; give shorter ones"
-            )
-        raise CommandError("--time-limit: no answer was finished in that time; give more")
-    if too_long:
-        console.print(f"Left out: {too_long} samples, whose prompts leave no room for an answer", highlight=False)
-    folder.write(shards.records(), origin() | facts | done, complete)
-    return complete
-
-
-def keep(folder: DataFolder, target: str, prompts: Sequence[Prompt], thinking: str, facts: dict[str, Any]) -> bool:
-    """
-    Write a data set of conversations as they are.
-
-    Returns:
-        `bool`: that it is complete.
-
-    Raises:
-        `CommandError`: if the tokenizer has no chat template, or it does not tell the assistant's turns apart.
-    """
-    from transformers import GenerationConfig
-
-    source = resolve_target(target)
-    with reporting(f"--target {target!r}"):
-        chat = ChatFormat(load_tokenizer(target), thinking)
-        if chat.template is None:
-            raise CommandError(
-                f"--keep-responses: the tokenizer of --target {target!r} has no chat template to write conversations "
-                "with; give another target"
-            )
-        try:
-            ends = end_tokens(GenerationConfig.from_pretrained(source), chat.tokenizer)
-        except OSError:  # a checkpoint need not have one
-            ends = end_tokens(None, chat.tokenizer)
-
-    def records() -> Iterator[dict[str, Any]]:
-        for number, prompt in enumerate(prompts, start=1):
-            with reporting(f"--keep-responses: conversation {number}, of {prompt.source}"):
-                token_ids, mask = chat_loss_mask(chat.tokenizer, prompt.messages, ends, chat.options)
-            yield {
-                "input_ids": token_ids,
-                "loss_mask": mask,
-                "temperature": None,
-                "source": prompt.source,
-                "finished": token_ids[len(mask) - 1 - mask[::-1].index(1)] in ends if 1 in mask else False,
-                "prompt": prompt.key,
-            }
-
-    facts = facts | target_facts(target, source, None) | chat_facts(chat, thinking)
-    folder.write(records(), origin() | facts | {"responses": "kept as they were"}, complete=True)
-    return True
-
-
-# Provenance.
-
-
-def origin() -> dict[str, Any]:
-    """When, where and with what."""
-    from .environment import machine, package_versions
-
-    return {
-        "command": ["dspark", *sys.argv[1:]],
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": package_versions(),
-    }
-
-
-def target_facts(target: str, source: str | Path, model: PreTrainedModel | None) -> dict[str, Any]:
-    """Which target it was: its commit on the Hub, or the sizes of its folder's weights."""
-    facts: dict[str, Any] = {"id": target}
-    if model is not None:
-        facts |= {
-            "class": type(model).__name__,
-            "parameters": model.num_parameters(),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "commit": getattr(model.config, "_commit_hash", None),
-        }
-    if Path(source).is_dir():
-        weights = sorted(Path(source).glob("*.safetensors"))
-        facts |= {"folder": str(source), "weights": {file.name: file.stat().st_size for file in weights}}
-    return {"target": facts}
-
-
-def chat_facts(chat: ChatFormat, thinking: str) -> dict[str, Any]:
-    """The tokenizer, its template, and whether the target was to think."""
-    return {"tokenizer": chat.describe(), "thinking": thinking}
-
-
-# What is printed.
-
-
 def print_prompts(prompts: Sequence[Prompt], dropped: dict[str, int], console: Console) -> None:
     """What there is to answer, and what was dropped and why."""
     sources = ", ".join(f"{count} of {source}" for source, count in count_sources(prompts).items())
     reasons = "".join(f"; dropped: {count} {reason}" for reason, count in dropped.items())
-    console.print(f"{len(prompts)} prompts, {sources}{reasons}", highlight=False)
-
-
-def print_plan(
-    model: PreTrainedModel, target: str, prompts: Sequence[Prompt], how: AnswerSettings, console: Console
-) -> None:
-    """What is going to be done."""
-    temperatures = " ".join(f"{temperature:g}" for temperature in how.temperatures)
-    console.print(
-        f"target {target} ({model.num_parameters() / 1e6:.0f} M, {str(model.dtype).removeprefix('torch.')} on "
-        f"{model.device}), {len(prompts) * how.samples_per_prompt} samples at temperature {temperatures}, top_p "
-        f"{how.sampling.top_p:g}, top_k {how.sampling.top_k}, up to {how.max_new_tokens} tokens an answer, batches of "
-        f"{how.batch_size}",
-        highlight=False,
-    )
+    console.print(f"{len(prompts)} prompts, {sources}{reasons}", highlight=False, soft_wrap=True)
 
 
 def print_statistics(path: Path, console: Console) -> None:

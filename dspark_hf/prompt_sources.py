@@ -85,17 +85,20 @@ def read_files(argument: str, paths: Sequence[str], limit: int | None, keep_resp
 
 def _lines(argument: str, file: Path, limit: int | None) -> Iterator[tuple[int, Any]]:
     count = 0
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if count == limit:
-            return
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CommandError(f"{argument}: {file}:{number} is not JSON ({error}); give one object a line") from error
-        count += 1
-        yield number, record
+    with reporting(f"{argument}: {file}"), open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if count == limit:
+                return
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise CommandError(
+                    f"{argument}: {file}:{number} is not JSON ({error}); give one object a line"
+                ) from error
+            count += 1
+            yield number, record
 
 
 def read_dataset(

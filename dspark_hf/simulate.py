@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from .blocks import Blocks
+    from .modeling import DSparkConfig
     from .profiles import Profile
     from .simulation import LoadPoint, SweepPoint
 
@@ -77,8 +78,8 @@ def run(
     if blocks is not None and (prompts is not None or limit is not None):
         raise CommandError("--prompts and --limit have no effect with --blocks; leave them out")
     prompt_sets = read_prompts(prompts, limit) if blocks is None else {}
-    recorded = None if blocks is None else _read_blocks(blocks)
-    profiles = {} if profile is None else {Path(profile).name: _read_profile(profile)}
+    recorded = None if blocks is None else read_blocks(blocks)
+    profiles = {} if profile is None else {Path(profile).name: read_profile(profile)}
 
     from rich.console import Console
 
@@ -91,9 +92,9 @@ def run(
         pair = load_pair(target, drafter, dtype, device, threads)
         console.print(pair.description, highlight=False)
     if not (profiles or gpu_like):
-        profiles[MACHINE] = _machine_profile(pair)
+        profiles[MACHINE] = machine_profile(pair)
     block_size = pair.drafter.config.block_size if recorded is None else recorded.confidence_logits.shape[1]
-    _check_block_sizes(profiles, block_size)
+    check_block_sizes(profiles, block_size)
     if gpu_like:
         profiles[GPU_LIKE] = gpu_like_profile(block_size, max(rows))
     if recorded is None:
@@ -112,7 +113,12 @@ def run(
     print_sweep(sweep, console)
     for name, points in load.items():
         print_load(name, points, console)
-    for note in _notes(profiles, temperatures, max(rows), block_size, do_sample):
+    notes = profile_notes(profiles, max(rows), block_size, do_sample)
+    if set(temperatures) == {1.0}:
+        notes.insert(
+            0, "Confidences as the head gave them: all temperatures are 1 (fitted ones are read from --drafter)."
+        )
+    for note in notes:
         console.print(note, highlight=False)
     if output is not None:
         settings = {
@@ -136,21 +142,24 @@ def run(
     return 0
 
 
-def _read_blocks(path: str) -> Blocks:
+def read_blocks(path: str) -> Blocks:
+    """What `--blocks` names."""
     from .blocks import Blocks
 
     with reporting(f"--blocks {path!r}"):
         return Blocks.load(Path(path).expanduser())
 
 
-def _read_profile(path: str) -> Profile:
+def read_profile(path: str) -> Profile:
+    """What `--profile` names."""
     from .profiles import Profile
 
     with reporting(f"--profile {path!r}"):
         return Profile.load(Path(path).expanduser())
 
 
-def _machine_profile(pair: Pair) -> Profile:
+def machine_profile(pair: Pair) -> Profile:
+    """What this machine has stored of a pair."""
     from .profiles import find_profile
 
     profile = find_profile(pair.target, pair.drafter)
@@ -176,6 +185,16 @@ def _temperatures(drafter: str | None, recorded: Blocks) -> list[float]:
     block_size = recorded.confidence_logits.shape[1]
     if drafter is None:
         return [1.0] * block_size
+    return read_config(drafter, block_size).temperatures_for(recorded.sampling_temperature)
+
+
+def read_config(drafter: str, block_size: int) -> DSparkConfig:
+    """
+    The config of the drafter of recorded blocks; nothing else of it is read.
+
+    Raises:
+        `CommandError`: it has none that can be used, or another block size.
+    """
     from .demo_target import demo_drafter_folder
     from .modeling import DSparkConfig
     from .modeling.checkpoint_formats import find_reader
@@ -184,17 +203,18 @@ def _temperatures(drafter: str | None, recorded: Blocks) -> list[float]:
     check_source("--drafter", drafter)
     with reporting(f"--drafter {drafter!r}"):
         raw = read_raw_config(demo_drafter_folder() if drafter == DEMO else drafter, {})
-        config = make_config(DSparkConfig, find_reader(raw)(raw, set()).fields, ())
+        config = make_config(DSparkConfig, find_reader(raw)(raw, set()).fields)
         config.validate_drafter()
     if config.block_size != block_size:
         raise CommandError(
             f"--drafter {drafter!r}: its block_size is {config.block_size}, that of the blocks {block_size}; give the "
             "drafter that drafted them"
         )
-    return config.temperatures_for(recorded.sampling_temperature)
+    return config
 
 
-def _check_block_sizes(profiles: dict[str, Profile], block_size: int) -> None:
+def check_block_sizes(profiles: dict[str, Profile], block_size: int) -> None:
+    """Refuse profiles of another drafter than that of the blocks."""
     for name, profile in profiles.items():
         if profile.block_size not in (0, block_size):
             raise CommandError(
@@ -203,15 +223,9 @@ def _check_block_sizes(profiles: dict[str, Profile], block_size: int) -> None:
             )
 
 
-def _notes(
-    profiles: dict[str, Profile], temperatures: list[float], rows: int, block_size: int, do_sample: bool
-) -> list[str]:
-    """What a reader of the numbers has to know."""
+def profile_notes(profiles: dict[str, Profile], rows: int, block_size: int, do_sample: bool) -> list[str]:
+    """What a reader of numbers that follow from profiles has to know of these."""
     notes = []
-    if set(temperatures) == {1.0}:
-        notes.append(
-            "Confidences as the head gave them: all temperatures are 1 (fitted ones are read from --drafter)."
-        )
     for name, profile in profiles.items():
         if name == GPU_LIKE:
             notes.append(

@@ -7,7 +7,7 @@ the accepted drafts. What a schedule would have changed about the blocks that fo
 next recorded block, whatever was sent of the last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -185,7 +185,7 @@ class LoadPoint:
 
 
 @dataclass(frozen=True)
-class _Rounds:
+class Rounds:
     """What came of each round, in arrays of shape `(rounds,)`: drafts sent, tokens, those expected, seconds."""
 
     drafts: np.ndarray
@@ -249,22 +249,21 @@ def simulate_rows(outcomes: Outcomes, costs: Costs, walk: np.ndarray) -> list[Lo
     Source: DSpark, Algorithm 1 and Section 5.2.
     """
     blocks = walk[LAG:]
-    lengths = _scheduled_lengths(outcomes, costs, walk)
+    lengths = scheduled_lengths(outcomes, costs, walk)
     lengths["constant"] = np.full(blocks.shape, outcomes.block_size)
-    played = {plan: _play(outcomes, blocks, chosen, costs) for plan, chosen in lengths.items()}
-    cut = {t: _play(outcomes, blocks, chosen[blocks], costs) for t, chosen in outcomes.cut_lengths.items()}
+    played = {plan: play(outcomes, blocks, chosen, costs) for plan, chosen in lengths.items()}
+    cut = {t: play(outcomes, blocks, chosen[blocks], costs) for t, chosen in outcomes.cut_lengths.items()}
     threshold = max(cut, key=lambda value: cut[value].throughput)
     played["confidence"] = cut[threshold]
-    played["no_drafts"] = _play_without_drafts(blocks, costs)
-    played["clairvoyant"] = _play_clairvoyant(outcomes, blocks, costs)
+    played["no_drafts"] = play_without_drafts(blocks, costs)
+    played["clairvoyant"] = play_clairvoyant(outcomes, blocks, costs)
     return [_point(plan, played, blocks.shape[1], threshold) for plan in PLANS]
 
 
-def _scheduled_lengths(outcomes: Outcomes, costs: Costs, walk: np.ndarray) -> dict[str, np.ndarray]:
+def scheduled_lengths(outcomes: Outcomes, costs: Costs, walk: np.ndarray) -> dict[str, np.ndarray]:
     """The lengths, of shape `(rounds, rows)`, of the plans that go by expected throughput."""
     rate = costs.steps_per_second(outcomes.block_size)
-    # As in [`Scheduler`]: Algorithm 1 goes by a curve without a machine's noise.
-    smooth_rate = (costs.smooth(walk.shape[1]) if costs.noisy else costs).steps_per_second(outcomes.block_size)
+    smooth_rate = smoothed_rate(costs, walk.shape[1], outcomes.block_size)
     capacities: list[int] = []
     lengths: dict[str, list[list[int]]] = {"hardware_aware": [], "hardware_aware_lagged": [], "oracle": []}
     for blocks in walk:
@@ -277,10 +276,15 @@ def _scheduled_lengths(outcomes: Outcomes, costs: Costs, walk: np.ndarray) -> di
     return {plan: np.array(chosen) for plan, chosen in lengths.items()}
 
 
-def _play(outcomes: Outcomes, blocks: np.ndarray, lengths: np.ndarray, costs: Costs) -> _Rounds:
+def smoothed_rate(costs: Costs, rows: int, block_size: int) -> Callable[[int], float]:
+    """The SPS(B) that Algorithm 1 goes by, as in [`Scheduler`]: without a machine's noise."""
+    return (costs.smooth(rows) if costs.noisy else costs).steps_per_second(block_size)
+
+
+def play(outcomes: Outcomes, blocks: np.ndarray, lengths: np.ndarray, costs: Costs) -> Rounds:
     """Send so many drafts of each block; both arrays are of shape `(rounds, rows)`."""
     rows, drafts = blocks.shape[1], lengths.sum(axis=1)
-    return _Rounds(
+    return Rounds(
         drafts=drafts,
         tokens=rows + np.minimum(outcomes.accepted[blocks], lengths).sum(axis=1),
         expected=rows + outcomes.promised[blocks, lengths].sum(axis=1),
@@ -288,13 +292,14 @@ def _play(outcomes: Outcomes, blocks: np.ndarray, lengths: np.ndarray, costs: Co
     )
 
 
-def _play_without_drafts(blocks: np.ndarray, costs: Costs) -> _Rounds:
+def play_without_drafts(blocks: np.ndarray, costs: Costs) -> Rounds:
+    """Steps of one token a row; `blocks` is of shape `(rounds, rows)`."""
     rounds, rows = blocks.shape
     tokens = np.full(rounds, rows)
-    return _Rounds(np.zeros(rounds, dtype=int), tokens, tokens, np.full(rounds, costs.verify_seconds[rows]))
+    return Rounds(np.zeros(rounds, dtype=int), tokens, tokens, np.full(rounds, costs.verify_seconds[rows]))
 
 
-def _play_clairvoyant(outcomes: Outcomes, blocks: np.ndarray, costs: Costs) -> _Rounds:
+def play_clairvoyant(outcomes: Outcomes, blocks: np.ndarray, costs: Costs) -> Rounds:
     """
     Send only drafts that are going to be accepted, in each round the number with the most tokens - rate * seconds,
     where the rate is what all rounds then come to (Dinkelbach's method: the rate rises until it repeats).
@@ -310,11 +315,11 @@ def _play_clairvoyant(outcomes: Outcomes, blocks: np.ndarray, costs: Costs) -> _
         drafts = best_up_to[most]
         reached = float(tokens[drafts].sum() / seconds[drafts].sum())
         if reached <= rate:
-            return _Rounds(drafts, tokens[drafts], None, seconds[drafts])
+            return Rounds(drafts, tokens[drafts], None, seconds[drafts])
         rate = reached
 
 
-def _point(plan: str, played: dict[str, _Rounds], rows: int, threshold: float) -> LoadPoint:
+def _point(plan: str, played: dict[str, Rounds], rows: int, threshold: float) -> LoadPoint:
     rounds, oracle, clairvoyant = played[plan], played["oracle"], played["clairvoyant"]
     expected = gap = None
     if rounds.expected is not None:

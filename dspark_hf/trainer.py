@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
@@ -20,8 +21,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .candidate_generator import check_fits
+from .card import CardSources
 from .environment import machine, package_versions
 from .files import write_json
+from .hub import push_drafter
 from .losses import BlockLosses, LossWeights, block_losses
 from .modeling import DSparkDraftModel
 from .teacher import FeatureCache, Teacher
@@ -335,6 +338,47 @@ class DSparkTrainer(Trainer):
             _remove_empty(staging)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """
+        Save, then send weights, code, provenance and card to `hub_model_id`, as `dspark push` does.
+
+        Args:
+            commit_message (`str`, *optional*): Of the commit.
+            blocking (`bool`, *optional*, defaults to `True`): Has to stay true.
+            token (`str`, *optional*): By default that of the arguments, or the stored one.
+            revision (`str`, *optional*): Branch; by default that of the arguments.
+            kwargs: Fields of [`CardSources`]: figures, plot, licence, data sets.
+
+        Returns:
+            `CommitInfo`: The commit; `None` on all processes but the first.
+
+        Raises:
+            `ValueError`: if something given cannot be used; see [`push_drafter`].
+        """
+        if not blocking:
+            raise ValueError("`blocking` is False; a drafter is sent in one commit that is waited for: leave it True.")
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        return push_drafter(
+            self.args.output_dir,
+            self.hub_model_id,
+            CardSources(**kwargs),
+            private=self.args.hub_private_repo,
+            revision=revision or self.args.hub_revision,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+        )
 
     def origin(self) -> dict[str, Any]:
         """What `training.json` holds: how this drafter was made."""

@@ -69,6 +69,9 @@ class DSparkTrainingArguments(TrainingArguments):
     train_sampling_strategy: str = field(
         default="group_by_length", metadata={"help": "Texts of a batch are of about one length by default."}
     )
+    hub_strategy: str = field(
+        default="end", metadata={"help": "When `push_to_hub` sends: at the end, with code, provenance and card."}
+    )
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradient clipping."})
 
     def __post_init__(self) -> None:

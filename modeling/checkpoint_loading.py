@@ -37,16 +37,13 @@ def read_raw_config(path: str | Path, where: dict[str, Any]) -> Any:
     return raw
 
 
-def make_config(config_class: type[DSparkConfig], fields: dict[str, Any], tensors: Iterable[str]) -> DSparkConfig:
+def make_config(config_class: type[DSparkConfig], fields: dict[str, Any]) -> DSparkConfig:
     """
     The configuration that fields of a file make.
 
     Raises:
-        `ValueError`: if a field is of a kind that it cannot be, or there are more layers than tensors.
+        `ValueError`: if a field is of a kind that it cannot be.
     """
-    layers, count = fields.get("num_hidden_layers"), len(list(tensors))
-    if count and isinstance(layers, int) and layers > count:
-        raise ValueError(f"`num_hidden_layers` is {layers}, but the weights are only {count} tensors.")
     try:
         return config_class(**fields)
     except (StrictDataclassError, TypeError, AttributeError, KeyError) as error:

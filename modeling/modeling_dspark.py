@@ -193,7 +193,9 @@ class DSparkRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        # Under autocast, queries and keys are of another dtype than the weights.
+        weight = self.weight.to(hidden_states.dtype)
+        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
 
 
 class DSparkRotaryEmbedding:
@@ -717,7 +719,7 @@ class DSparkDraftModel(PreTrainedModel):
         shapes = tensor_shapes(files)
         reading = Reading({}) if config is not None else read(raw, set(shapes))
         if config is None:
-            config = make_config(cls.config_class, reading.fields, shapes)
+            config = make_config(cls.config_class, reading.fields)
         config = copy.deepcopy(config)
         for name, value in overrides.items():
             setattr(config, name, value)

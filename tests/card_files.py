@@ -1,14 +1,28 @@
-"""Files that a drafter's card is made from, as training, `dspark eval` and `dspark calibrate` write them."""
+"""Files that a drafter's card is made from, as training, `dspark eval` and `dspark calibrate` write them; and the
+folder of a drafter with all that belongs to it."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from conftest import load_drafter
+
+from dspark_hf.hub_only import flat_modules
 
 
 MACHINE = {"platform": "Linux", "processor": "Some CPU", "cores": 8, "torch_threads": 4, "cuda": "no device"}
 GPU = MACHINE | {"cuda": "12.8 (NVIDIA H200)"}
 VERSIONS = {"dspark-hf": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0"}
 TARGET = "org/tiny-target"
+# The files that travel with a drafter as its code, and those that every push writes.
+CODE = {path.name for path in (Path(__file__).parents[1] / "modeling").glob("*.py")} - {"__init__.py"}
+DECODING = {f"custom_generate/{name}.py" for name in flat_modules() if name != "hub_generate"}
+DECODING |= {"custom_generate/generate.py", "custom_generate/requirements.txt"}
+WRITTEN = (
+    {"config.json", "generation_config.json", "model.safetensors", "training.json", "README.md"} | CODE | DECODING
+)
+# A PNG file by its first bytes; nobody draws it.
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def training() -> dict[str, Any]:
@@ -135,3 +149,17 @@ def write(path: Path, record: Any) -> str:
     """Write a record as JSON and return the path as a command takes it."""
     path.write_text(json.dumps(record), encoding="utf-8")
     return str(path)
+
+
+def make_folder(path: Path) -> Path:
+    """A drafter as training and calibration leave it, with the state of the run beside it."""
+    drafter = load_drafter("deepspec-vanilla")
+    drafter.config.confidence_temperatures = [fit(0.0), fit(1.0)]
+    drafter.generation_config.assistant_confidence_threshold = 0.25
+    drafter.save_pretrained(path)
+    write(path / "training.json", training())
+    (path / "calibration.png").write_bytes(PNG)
+    (path / "training_args.bin").write_bytes(b"a pickle")
+    (path / "checkpoint-100").mkdir()
+    (path / "checkpoint-100" / "optimizer.pt").write_bytes(b"a pickle")
+    return path

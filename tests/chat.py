@@ -5,9 +5,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from conftest import FIXTURES
 from tiny import character_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from dspark_hf import cli, data
 
 
 # A turn is `U:` or `S:` and what was said, or `A:` and the answer, and the tokenizer's end token.
@@ -71,3 +74,22 @@ def marked(token_ids: Sequence[int], mask: Sequence[int]) -> str:
         text += ("[" if loss else "]") * (loss != inside) + text_of([token])
         inside = loss
     return text + "]" * inside
+
+
+def run(capsys: pytest.CaptureFixture[str], argv: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, *capsys.readouterr()
+
+
+def contents(folder: Path) -> list[dict]:
+    """The records of a data set, in an order of their own."""
+    return sorted(data.load_training_data(folder), key=str)
+
+
+def provenance(folder: Path) -> dict:
+    """How a data set says that it was made."""
+    return json.loads((folder / "provenance.json").read_text())

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from families import decoder
 from tiny import random_target
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
@@ -72,12 +73,9 @@ def test_a_window_does_not_change_the_texts(sliding_target):
 
 
 def test_rows_that_are_done_leave(monkeypatch):
-    target = random_target()
-    sizes, forward = [], type(target).forward
-    monkeypatch.setattr(
-        type(target),
-        "forward",
-        lambda self, *args, **kwargs: sizes.append(len(kwargs["input_ids"])) or forward(self, *args, **kwargs),
+    target, sizes = random_target(), []
+    target.register_forward_pre_hook(
+        lambda model, args, inputs: sizes.append(len(inputs["input_ids"])), with_kwargs=True
     )
     decode(target, rooms=[2, 2, 2, 4, 4, 6, 8, 10])
     assert sizes == [8] * 4 + [3] * 4 + [1] * 2
@@ -228,3 +226,19 @@ def test_other_caches_are_left_to_generate(monkeypatch):
     monkeypatch.setattr(target, "generation_config", GenerationConfig())
     monkeypatch.setattr(type(target), "_supports_default_dynamic_cache", lambda self: False)
     assert growing_cache(target) is None
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "openai-gpt", "lfm2", "mamba"])
+def test_other_families(family):
+    """Windows and shared keys; no cache; a cache of convolutions; a recurrent state: as plain batched `generate`."""
+    target, prompts = decoder(family).double(), [[5, 9, 2, 30, 7], [4, 8], [60, 2, 61], [3, 3, 8, 50]]
+    rooms = [12, 3, 9, 5]
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[int(place >= longest - len(prompt)) for place in range(longest)] for prompt in prompts]
+    plain = target.generate(
+        torch.tensor(padded), attention_mask=torch.tensor(mask), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    expected = [row[longest : longest + room] for row, room in zip(plain.tolist(), rooms, strict=True)]
+    assert decode_rows(target, prompts, rooms, [0.0] * 4, ALL, frozenset(), pad_token_id=0) == expected
+    assert (growing_cache(target) is not None) == (family == "gemma4_text")

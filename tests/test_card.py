@@ -23,7 +23,7 @@ from conftest import FIXTURES, load_drafter
 from huggingface_hub import ModelCard, ModelCardData
 from tiny import character_tokenizer
 
-from dspark_hf import bench, card_inputs, cli
+from dspark_hf import card_inputs, cli, decoding_methods
 from dspark_hf.card import CardSources, Known, card_context, hub_id, is_unedited, render_card, template_path
 from dspark_hf.card_inputs import read_benchmark, read_evaluation, read_training
 
@@ -396,7 +396,7 @@ def test_the_synthetic_measurements_are_refused():
 
 def test_ways_of_decoding_are_called_as_the_benchmark_calls_them():
     ours = (card_inputs.PLAIN, card_inputs.PROMPT_LOOKUP, card_inputs.DSPARK)
-    assert ours == (bench.PLAIN, bench.PROMPT_LOOKUP, bench.DSPARK)
+    assert ours == (decoding_methods.PLAIN, decoding_methods.PROMPT_LOOKUP, decoding_methods.DSPARK)
 
 
 # The command.

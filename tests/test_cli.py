@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dspark_hf import bench, cli, command_files, demo, loading
+from dspark_hf import bench, cli, command_files, demo, environment, loading
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -114,7 +114,7 @@ def test_arguments_are_those_of_the_functions():
     for argv, function in (
         (["demo"], demo.run),
         (["generate", "--prompt", "x"], cli._run_generate),
-        (["bench", "--prompt-lookup-tokens", "3"], bench.run),
+        (["bench", "--prompt-lookup-tokens", "3", "--methods", "static", "--contexts", "9"], bench.run),
     ):
         arguments = set(vars(parser.parse_args(argv))) - {"run", "command"}
         assert arguments == set(inspect.signature(function).parameters)
@@ -154,3 +154,15 @@ def test_module_runs_as_a_program():
         [sys.executable, "-m", "dspark_hf", "bench", "--limit", "0"], capture_output=True, text=True
     )
     assert result.returncode == 2 and "--limit" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_cache_in_nobodys_home_is_named(monkeypatch):
+    monkeypatch.setenv("DSPARK_CACHE", "~nobody-of-that-name/cache")
+    with pytest.raises(ValueError, match="~nobody-of-that-name.*set DSPARK_CACHE"):
+        environment.cache_folder()
+
+
+@pytest.mark.parametrize("threads", [0, 5000, 2**40])
+def test_threads_have_bounds(threads):
+    with pytest.raises(loading.CommandError, match=f"--threads {threads}: it must be from 1"):
+        loading.load_target("demo", "auto", "cpu", threads)

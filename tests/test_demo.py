@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dspark_hf import bench, demo, demo_target, environment
+from dspark_hf import bench, decoding_methods, demo, demo_target, environment
 from dspark_hf.bench import Call
 from dspark_hf.demo import Comparison
 from dspark_hf.statistics import SpeculativeStats
@@ -133,17 +133,17 @@ def test_summary_takes_medians_pools_rounds_and_averages_sets():
         for ratio in ratios:
             one = stats([(7, 3)], prefill=0.0, draft=0.1, verify=0.3)
             base = {"set": name, "same_text": True, "tokens_per_second": ratio, "t1": 0.2}
-            records.append(base | {"method": bench.PLAIN, "ratio": 1.0})
+            records.append(base | {"method": decoding_methods.PLAIN, "ratio": 1.0})
             costs = bench.round_costs(one, 0.5, bench.BareForwards(0.2, 0.1, 0.3))
-            records.append(base | {"method": bench.DSPARK, "ratio": ratio, "stats": one.to_dict()} | costs)
+            records.append(base | {"method": decoding_methods.DSPARK, "ratio": ratio, "stats": one.to_dict()} | costs)
     summary = bench.summarise(records)
-    assert summary["a"][bench.DSPARK]["ratio"] == 2.0
-    assert summary["macro"][bench.DSPARK]["ratio"] == 3.0
-    assert summary["a"][bench.DSPARK]["mean_acceptance_length"] == 4.0
-    assert "bound" not in summary["a"][bench.PLAIN]
+    assert summary["a"][decoding_methods.DSPARK]["ratio"] == 2.0
+    assert summary["macro"][decoding_methods.DSPARK]["ratio"] == 3.0
+    assert summary["a"][decoding_methods.DSPARK]["mean_acceptance_length"] == 4.0
+    assert "bound" not in summary["a"][decoding_methods.PLAIN]
     output = io.StringIO()
     bench.print_tables(summary, Console(file=output, width=80), greedy=True)
-    assert "macro" in output.getvalue() and bench.DSPARK in output.getvalue()
+    assert "macro" in output.getvalue() and decoding_methods.DSPARK in output.getvalue()
     assert "…" not in output.getvalue(), "the tables fit 80 columns"
 
 
@@ -286,8 +286,12 @@ def test_bench_and_generate_on_the_real_pair(converted_target, capsys, tmp_path)
     assert main(["bench", *common, "--output", str(tmp_path / "real.json")]) == 0
     assert main(["bench", *common, "--synthetic-acceptance", "1", "--output", str(tmp_path / "synthetic.json")]) == 0
     real = json.loads((tmp_path / "real.json").read_text())
-    assert set(real["summary"]["macro"]) == {bench.PLAIN, bench.PROMPT_LOOKUP, bench.DSPARK}
-    assert real["summary"]["macro"][bench.DSPARK]["bound"] > 0
+    assert set(real["summary"]["macro"]) == {
+        decoding_methods.PLAIN,
+        decoding_methods.PROMPT_LOOKUP,
+        decoding_methods.DSPARK,
+    }
+    assert real["summary"]["macro"][decoding_methods.DSPARK]["bound"] > 0
     synthetic = json.loads((tmp_path / "synthetic.json").read_text())["summary"]["macro"]["DSpark, synthetic 1"]
     assert synthetic["draft_acceptance_rate"] == 1.0
     assert "SYNTHETIC" in capsys.readouterr().out

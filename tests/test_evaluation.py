@@ -35,8 +35,9 @@ def without_speed(results: dict) -> dict:
     return results
 
 
-def test_the_numbers_are_those_of_the_calls(pair):
-    found = measure_acceptance(pair, PROMPTS, max_new_tokens=24, batch_size=2)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_numbers_are_those_of_the_calls(pair, batch_size):
+    found = measure_acceptance(pair, PROMPTS, max_new_tokens=24, batch_size=batch_size)
     assert {name: found[name] for name in ("temperature", "top_p", "top_k", "thinking", "max_new_tokens")} == {
         "temperature": 0.0, "top_p": None, "top_k": None, "thinking": None, "max_new_tokens": 24,
     }  # fmt: skip
@@ -61,7 +62,9 @@ def test_the_numbers_are_those_of_the_calls(pair):
         assert values["draft_acceptance_rate"] == total.draft_acceptance_rate
         assert values["acceptance_by_position"] == total.acceptance_by_position
         assert values["reached_by_position"] == total.sent_by_position
-        assert values["drafted_per_round"] == total.drafted / total.rounds
+        # A batch drafts for all rows what fits into the one with the most room.
+        drafted = total.drafted / total.rounds
+        assert drafted == values["drafted_per_round"] if batch_size == 1 else drafted <= values["drafted_per_round"]
         assert values["verified_per_round"] == total.verified / total.rounds
         assert values["tokens_per_second"] > 0
         for name in ("mean_acceptance_length", "draft_acceptance_rate"):

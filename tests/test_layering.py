@@ -33,6 +33,7 @@ TOP = (
     "__main__",
     "demo",
     "bench",
+    "decoding_methods",
     "batch_bench",
     "loading",
     "simulate",
@@ -46,6 +47,9 @@ TOP = (
     "work_file",
     "profile_command",
     "command_files",
+    "command_options",
+    "measuring_commands",
+    "making_commands",
     "train_command",
     "training_callbacks",
     "hub_commands",
@@ -54,7 +58,14 @@ TOP = (
     "prompt_sources",
     "answering",
     "convert_command",
+    "synthesis",
+    "data_making",
     "doctor",
+    "ablation",
+    "ablate",
+    "ablate_drafters",
+    "ablate_cost",
+    "ablate_report",
 )
 
 

@@ -1,11 +1,17 @@
 """The training objective: DeepSpec's own numbers, a plain computation of the same, and what it holds in memory."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import DEEPSPEC, load_drafter, load_golden
 from tiny import HEADS, random_drafter, random_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dspark_hf
 from dspark_hf.losses import LossWeights, block_losses
 from dspark_hf.teacher import Teacher
 from dspark_hf.training_blocks import PackedContext, TrainingBlocks, cut_blocks, draw_anchors
@@ -223,3 +229,44 @@ def test_no_more_than_a_chunk_is_ever_as_wide_as_the_vocabulary():
 def test_weights_fall_with_the_position():
     weights = LossWeights(decay=4.0).by_position(3)
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.7788008, 0.6065307]))
+
+
+SHARDED = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+import torch.distributed as dist
+from test_losses import LossWeights, run, setup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+drafter, *rest = setup("rnn", num_hidden_layers=2)
+whole = run(drafter, *rest, LossWeights())
+whole.loss.backward()
+gradients = {{name: value.grad.clone() for name, value in drafter.named_parameters()}}
+drafter.zero_grad()
+mesh = init_device_mesh("cpu", (2,))
+for layer in drafter.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(drafter, mesh=mesh)
+sharded = run(drafter, *rest, LossWeights())
+sharded.loss.backward()
+assert drafter.markov_head.markov_w1.weight.to_local().shape[0] < 13
+torch.testing.assert_close(sharded.loss, whole.loss)
+for name, value in drafter.named_parameters():
+    torch.testing.assert_close(value.grad.full_tensor(), gradients[name], rtol=1e-6, atol=1e-9)
+print("sharded gradients agree")
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_drafter_has_the_gradients_of_a_whole_one(tmp_path):
+    """FSDP on two processes: the heads are at work inside `forward`, where their weights are gathered."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED.format(tests=str(Path(__file__).parent)))
+    environment = os.environ | {"PYTHONPATH": str(Path(dspark_hf.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("sharded gradients agree") == 2

@@ -11,11 +11,24 @@ from pathlib import Path
 
 import datasets
 import pytest
-from chat import END, FORGETFUL, MARKED, THINKING, chat_target, chat_tokenizer, marked, text_of, write_lines
+from chat import (
+    END,
+    FORGETFUL,
+    MARKED,
+    THINKING,
+    chat_target,
+    chat_tokenizer,
+    contents,
+    marked,
+    provenance,
+    run,
+    text_of,
+    write_lines,
+)
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
-from dspark_hf import answering, cli, data, prepare_data, progress, shards
+from dspark_hf import answering, cli, data, data_making, prepare_data, progress, shards
 from dspark_hf.loading import CommandError
 from dspark_hf.prompt_sources import Prompt, read_dataset, read_files
 
@@ -35,25 +48,8 @@ def prompts(tmp_path) -> Path:
 
 def command(target: Path, prompts: Path, output: Path, *argv: str) -> list[str]:
     return ["prepare-data", "--target", str(target), "--prompts", str(prompts), "--output", str(output)] + [
-        *("--max-new-tokens", "24", "--batch-size", "4", *argv)
+        *("--max-new-tokens", "24", "--batch-size", "8", *argv)
     ]
-
-
-def run(capsys, argv: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    try:
-        code = cli.main(argv)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    return code, *capsys.readouterr()
-
-
-def contents(output: Path) -> list[dict]:
-    return sorted(data.load_training_data(output), key=str)
-
-
-def provenance(output: Path) -> dict:
-    return json.loads((output / "provenance.json").read_text())
 
 
 # What is written.
@@ -274,14 +270,29 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def whole(capsys, target, prompts, tmp_path) -> list[dict]:
-    """What a run gives that nothing stops."""
+def batches(monkeypatch) -> list[int]:
+    """The rows of each batch that is decoded."""
+    rows, decode = [], answering.decode_rows
+
+    def counted(target, prompts, *arguments, **options):
+        rows.append(len(prompts))
+        return decode(target, prompts, *arguments, **options)
+
+    monkeypatch.setattr(answering, "decode_rows", counted)
+    return rows
+
+
+@pytest.fixture
+def whole(capsys, target, prompts, tmp_path, batches) -> tuple[list[dict], int]:
+    """What a run gives that nothing stops, and its batches."""
     assert run(capsys, command(target, prompts, tmp_path / "whole", "--temperature", "0", "1"))[0] == 0
-    return contents(tmp_path / "whole")
+    count = len(batches)
+    batches.clear()
+    return contents(tmp_path / "whole"), count
 
 
 @pytest.mark.parametrize("survivors", [0, 1, 4])
-def test_a_run_killed_while_it_writes(capsys, target, prompts, tmp_path, monkeypatch, whole, survivors):
+def test_a_run_killed_while_it_writes(capsys, target, prompts, tmp_path, monkeypatch, whole, batches, survivors):
     argv = command(target, prompts, tmp_path / "data", "--temperature", "0", "1")
     write, written = shards.write_text, []
 
@@ -300,14 +311,13 @@ def test_a_run_killed_while_it_writes(capsys, target, prompts, tmp_path, monkeyp
     files = sorted(path.name for path in (tmp_path / "data.work" / "answers").glob("*"))
     assert files == [f"{number:06d}.jsonl" for number in range(survivors)] + ["tmpabc.tmp"]
     assert not (tmp_path / "data").exists()
-    calls, decode = [], answering.decode_rows
-    monkeypatch.setattr(answering, "decode_rows", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    batches.clear()
     assert run(capsys, argv)[0] == 0
-    assert contents(tmp_path / "data") == whole
-    assert len(calls) + survivors == len(list(calls)) + survivors and not (tmp_path / "data.work").exists()
+    assert contents(tmp_path / "data") == whole[0]
+    assert len(batches) == whole[1] - survivors and not (tmp_path / "data.work").exists()
 
 
-def test_a_run_killed_from_outside(capsys, target, prompts, tmp_path, whole):
+def test_a_run_killed_from_outside(capsys, target, prompts, tmp_path, whole, batches):
     output = tmp_path / "data"
     argv = command(target, prompts, output, "--temperature", "0", "1", "--threads", "1")
     process = subprocess.Popen([sys.executable, "-m", "dspark_hf", *argv], stderr=subprocess.DEVNULL)
@@ -318,7 +328,7 @@ def test_a_run_killed_from_outside(capsys, target, prompts, tmp_path, whole):
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert run(capsys, argv)[0] == 0
-    assert contents(output) == whole
+    assert contents(output) == whole[0] and len(batches) <= whole[1] - 2
 
 
 def test_a_run_killed_before_it_tidied_up(capsys, target, prompts, tmp_path, monkeypatch):
@@ -328,7 +338,7 @@ def test_a_run_killed_before_it_tidied_up(capsys, target, prompts, tmp_path, mon
         run(capsys, argv)
     made = contents(tmp_path / "data")
     assert (tmp_path / "data.work").exists()
-    monkeypatch.setattr(prepare_data, "load_target", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(data_making, "load_target", lambda *arguments: 1 / 0)
     code, out, _ = run(capsys, argv)
     assert code == 0 and "is complete" in out and "all" in out
     assert contents(tmp_path / "data") == made and not (tmp_path / "data.work").exists()
@@ -341,15 +351,15 @@ def test_a_time_limit(capsys, target, prompts, tmp_path, monkeypatch):
 
     def tick(self, count: int) -> None:
         steps.append(count)
-        clock[0] += 1.0
+        clock[0] += 2.0
 
     monkeypatch.setattr(progress.Progress, "add_tokens", tick)
     code, out, _ = run(capsys, [*argv, "--time-limit", "1"])
-    assert code == 0 and "Not complete yet" in out and len(steps) == 60
+    assert code == 0 and "Not complete yet" in out and len(steps) == 30
     some, found = contents(tmp_path / "data"), provenance(tmp_path / "data")
     assert 4 <= len(some) < 20 and not found["complete"] and found["samples"]["done"] == len(some)
     code, out, _ = run(capsys, [*argv, "--time-limit", "0"])
-    assert code == 0 and len(steps) == 60 and contents(tmp_path / "data") == some
+    assert code == 0 and len(steps) == 30 and contents(tmp_path / "data") == some
     code, out, _ = run(capsys, [*argv, "--batch-size", "7"])
     assert code == 0 and "Not complete" not in out
     made = contents(tmp_path / "data")
@@ -380,7 +390,7 @@ def test_other_arguments_are_refused(capsys, target, prompts, tmp_path, monkeypa
     output = tmp_path / "data"
     (tmp_path / "data.work").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "load_target", lambda *arguments: 1 / 0)
+        patch.setattr(data_making, "load_target", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cli.main(command(target, prompts, output))
     code, _, err = run(capsys, command(target, prompts, output, *change))
@@ -434,7 +444,7 @@ def test_excluded_prompts_are_dropped(capsys, target, prompts, tmp_path):
     assert "U:" + QUESTIONS[3] not in asked and "U:" + QUESTIONS[5] not in asked
     assert provenance(tmp_path / "data")["prompts"]["dropped"] == {"excluded": 20 - len(asked)}
     code, _, err = run(capsys, command(target, prompts, tmp_path / "more", "--exclude", str(prompts)))
-    assert code == 2 and "excludes all 20 prompts" in err
+    assert code == 2 and "exclude all 20 prompts" in err
 
 
 def test_prompts_of_a_data_set(capsys, target, tmp_path):
@@ -508,6 +518,9 @@ BAD_INPUT = [
     (["--output", "data", "--time-limit", "-1"], ["--time-limit", "-1", "at least 0"]),
     (["--output", "data", "--batch-size", "0"], ["--batch-size", "0", "at least 1"]),
     (["--output", "data", "--prompts", ".", "--column", "x"], ["--column 'x'", "--dataset"]),
+    (["--output", "data", "--synthesize", "0"], ["--synthesize", "0", "at least 1"]),
+    (["--output", "data", "--synthesize", "5", "--keep-responses"], ["--synthesize 5", "nothing is decoded"]),
+    (["--output", "data", "--prompts", ".", "--examples", "."], ["--examples", "for --synthesize"]),
 ]
 
 

@@ -80,6 +80,13 @@ def random_drafter(head: str = "vanilla", vocab_size: int = 4, seed: int = 1, dt
     return scramble(drafter, seed, scale=0.6)
 
 
+def reduced_drafter(head: str = "vanilla", ids: tuple[int, ...] = (0, 2, 3), seed: int = 1, **changes: Any):
+    """A random drafter for [`random_target`] that drafts these tokens and borrows embedding and head."""
+    drafter = random_drafter(head, seed=seed, draft_vocab_size=len(ids), **changes)
+    drafter.set_draft_vocabulary(torch.tensor(ids))
+    return drafter
+
+
 class Oracle(DSparkCandidateGenerator):
     """
     Drafts as its parent does, so that everything around it happens, but hands out what the target is going to say.

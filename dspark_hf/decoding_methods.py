@@ -1,0 +1,129 @@
+"""Ways of decoding that `dspark bench` sets beside plain `generate`, and contexts of a given length to do it at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .loading import Pair
+from .schedule_options import drafter_schedule
+from .scheduling import SCHEDULES
+from .synthetic import synthetic_acceptance
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PLAIN, DSPARK, PROMPT_LOOKUP = "plain generate", "DSpark", "prompt lookup"
+STATIC, COMPILED = "static cache", "torch.compile"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of decoding: the arguments it adds to `generate`, and what must be in force around the call."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
+    speculative: bool = False
+
+
+def plain_method() -> Method:
+    """The target alone."""
+    return Method(PLAIN)
+
+
+def dspark_method(pair: Pair) -> Method:
+    """The target with its drafter."""
+    return Method(DSPARK, {"assistant_model": pair.drafter}, speculative=True)
+
+
+def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method]:
+    """DSpark with drafts forced to be right with a given probability: the engine apart from the drafter's quality.
+
+    Args:
+        pair (`Pair`): target and drafter.
+        probabilities (`Iterable[float]`): each in [0, 1].
+    """
+    return [
+        Method(
+            f"DSpark, synthetic {probability:g}",
+            {"assistant_model": pair.drafter},
+            partial(synthetic_acceptance, probability),
+            speculative=True,
+        )
+        for probability in probabilities
+    ]
+
+
+def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) -> list[Method]:
+    """
+    Ways of decoding by their names on the command line.
+
+    Args:
+        pair (`Pair`): Target and drafter.
+        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, and the schedules of a drafter.
+        prompt_lookup_tokens (`int`): `prompt_lookup_num_tokens`.
+    """
+    static = {"cache_implementation": "static"}
+    others = {
+        "static": Method(STATIC, static),
+        "compiled": Method(COMPILED, static, partial(compiled, pair.target)),
+        "prompt-lookup": Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}),
+    }
+    threshold = pair.drafter.generation_config.assistant_confidence_threshold
+    for schedule in SCHEDULES:
+        at = (threshold or 0.4) if schedule == "confidence" else None
+        surroundings = partial(drafter_schedule, pair.drafter, schedule, at)
+        others[schedule] = Method(
+            f"{DSPARK}, {schedule}", {"assistant_model": pair.drafter}, surroundings, speculative=True
+        )
+    return [others[name] for name in names]
+
+
+@contextmanager
+def compiled(target: PreTrainedModel) -> Iterator[None]:
+    """Let a target's forward be compiled, once for all calls; shapes may vary."""
+    target.forward = _compiled_forward(target)
+    try:
+        yield
+    finally:
+        del target.forward  # the class's own comes back
+
+
+@cache
+def _compiled_forward(target: PreTrainedModel) -> Callable:
+    return torch.compile(target.forward, dynamic=True)
+
+
+def at_contexts(
+    encoded: dict[str, list[dict[str, torch.Tensor]]], lengths: Sequence[int]
+) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """
+    Prompts that end like those given and are of certain lengths: cut at the front, or with other prompts before.
+
+    Args:
+        encoded (`dict`): Prompts by set, `input_ids` and `attention_mask` of shape `(1, prompt_length)`.
+        lengths (`Sequence[int]`): Tokens of a prompt, at least 1.
+
+    Returns:
+        `dict`: By length, as many prompts as there were.
+    """
+    prompts = [inputs["input_ids"] for prompts in encoded.values() for inputs in prompts]
+    found = {}
+    for length in lengths:
+        found[f"context {length}"] = made = []
+        for index, prompt in enumerate(prompts):
+            pieces, held, before = [prompt], prompt.shape[1], index
+            while held < length:
+                before -= 1
+                pieces.insert(0, prompts[before % len(prompts)])
+                held += pieces[0].shape[1]
+            ids = torch.cat(pieces, dim=1)[:, -length:]
+            made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return found

@@ -1,0 +1,117 @@
+"""A drafter for SmolLM2-135M-Instruct from nothing but the installed packages: data, training, calibration,
+evaluation, card.
+
+    python examples/train_smollm2.py --output runs/smollm2 --data-minutes 240 --train-minutes 240
+
+Each phase is time-boxed and goes on where it was when the command is run again; a phase that is done is passed over.
+On a GPU half an hour in all is enough for a drafter that is of use; two CPU cores want hours.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from dspark_hf.data import load_training_data, split_by_prompt
+from dspark_hf.demo_target import demo_target_folder
+
+
+HERE = Path(__file__).parent
+CONFIG = HERE / "train_smollm2.yaml"
+# As in the config, and the Trainer's default: `dspark train` keeps the same prompts out.
+HELD_OUT, SEED = 0.02, 42
+# What the target is asked to write its own prompts about.
+SUBJECTS = (
+    "You are a helpful assistant.",
+    "You are a patient teacher of mathematics who solves word problems step by step.",
+    "You are an expert Python programmer who writes short functions and explains them.",
+    "You are a writer who drafts letters, stories and summaries.",
+    "You are a well-read assistant who explains science, history and everyday matters.",
+)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--prompts", nargs="*", default=[], help="prompts of your own beside the synthesised ones")
+    parser.add_argument("--exclude", nargs="*", default=[], help="prompts that must not be trained on")
+    parser.add_argument("--synthesize", type=int, default=20000, help="prompts that the target writes itself")
+    parser.add_argument("--data-minutes", type=float, default=240)
+    parser.add_argument("--train-minutes", type=float, default=240)
+    parser.add_argument("--eval-prompts", help="folder of .jsonl files; by default the bundled ones")
+    parser.add_argument("--eval-limit", type=int, default=8, help="prompts of each set")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--batch-size", type=int, default=48, help="rows that are decoded at once")
+    parser.add_argument("--train-arguments", default="", help="more options of dspark train, as one text")
+    return parser.parse_args()
+
+
+def dspark(*arguments: object) -> None:
+    """Run a `dspark` command, shown first; it ends this one if it fails."""
+    command = [str(argument) for argument in arguments]
+    print("\n$ dspark", shlex.join(command), flush=True)
+    done = subprocess.run([sys.executable, "-m", "dspark_hf", *command])
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+
+
+def write_held_out_prompts(data: Path, file: Path) -> None:
+    """The users' turns that were kept out of the training, to calibrate with."""
+    _, held_out = split_by_prompt(load_training_data(data), HELD_OUT, seed=SEED)
+    tokenizer = AutoTokenizer.from_pretrained(demo_target_folder())
+    prompts = {}
+    for sample in held_out:
+        text = tokenizer.decode(sample["input_ids"][: sample["loss_mask"].index(1)])
+        prompts[text.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]] = None
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+
+
+def main() -> None:
+    """All phases in turn."""
+    args = parse()
+    args.output.mkdir(parents=True, exist_ok=True)
+    data, drafter = args.output / "data", args.output / "drafter"
+    figures, plots, kept = args.output / "eval.json", args.output / "plots", args.output / "held-out.jsonl"
+    threads = [] if args.threads is None else ["--threads", args.threads]
+    evaluated = [] if args.eval_prompts is None else ["--prompts", args.eval_prompts]
+    exclude = [*args.exclude, *([] if args.eval_prompts is None else [args.eval_prompts])]
+
+    if not (data / "dataset_info.json").exists():
+        prompts = ["--prompts", *args.prompts] if args.prompts else []
+        subjects = [part for subject in SUBJECTS for part in ("--system-prompt", subject)]
+        dspark(
+            *("prepare-data", "--output", data, *prompts, "--synthesize", args.synthesize, *subjects),
+            *(("--exclude", *exclude) if exclude else ()),
+            *("--temperature", 0, 0.3, 0.7, 1, "--samples-per-prompt", 1, "--top-p", 1, "--top-k", 0),
+            *("--max-new-tokens", 256, "--batch-size", args.batch_size, "--dtype", "bfloat16"),
+            *("--time-limit", args.data_minutes, *threads),
+        )
+    if not (drafter / "training.json").exists():
+        dspark(
+            *("train", "--config", CONFIG, "--data", data, "--output_dir", drafter),
+            *("--time_limit", args.train_minutes, "--plot", args.output / "training.png"),
+            *threads,
+            *shlex.split(args.train_arguments),
+        )
+    pair = ("--target", "demo", "--drafter", drafter, "--dtype", "bfloat16", *threads)
+    if not (drafter / "calibration.png").exists():
+        write_held_out_prompts(data, kept)
+        dspark(
+            *("calibrate", *pair, "--prompts", kept, "--limit", 96, "--temperature", 0, 1),
+            *("--top-p", 1, "--top-k", 0, "--plot", drafter / "calibration.png"),
+        )
+    if not figures.exists():
+        dspark(
+            *("eval", *pair, *evaluated, "--limit", args.eval_limit, "--temperature", 0, 1),
+            *("--top-p", 1, "--top-k", 0, "--output", figures, "--plot", plots),
+        )
+    dspark("card", drafter, "--eval", figures, "--licence", "apache-2.0", "--output", drafter / "README.md")
+
+
+if __name__ == "__main__":
+    main()
