@@ -30,16 +30,15 @@ def run(*, source: str, destination: str, to: str, target: str | None, overwrite
     elif to == "speculators":
         raise CommandError("--target is missing: speculators' config names the target; give its folder or Hub id")
     with reporting(f"DST {destination!r}"):
-        try:
-            check_replaceable(Path(destination).expanduser().absolute(), overwrite)
-        except ValueError as error:
-            raise ValueError(str(error).replace("overwrite it", "--overwrite")) from error
+        check_replaceable(Path(destination).expanduser().absolute(), overwrite)
 
     from .conversion import convert
     from .demo_target import demo_drafter_folder
 
-    model = None if target is None else load_target(target, "auto", "cpu", None)[0]
-    name = str(Path(target).expanduser().absolute()) if target and Path(target).expanduser().is_dir() else target
+    model, name = None, None
+    if target is not None:
+        model, found = load_target(target, "auto", "cpu", None)
+        name = str(Path(found).expanduser().absolute()) if Path(found).expanduser().is_dir() else target
     with reporting(f"SRC {source!r} --to {to}"):
         origin = demo_drafter_folder() if source == DEMO else Path(source).expanduser()
         config = convert(origin if Path(origin).is_dir() else source, destination, to, model, name, overwrite)

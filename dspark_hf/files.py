@@ -81,6 +81,6 @@ def check_replaceable(path: Path, overwrite: bool) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
-        raise ValueError(f"{path} exists already; give another folder, or overwrite it")
+        raise ValueError(f"{path} exists already; give another folder, or --overwrite (`overwrite=True`)")
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is no checkpoint folder (it has no config.json), and is not overwritten")

@@ -132,7 +132,7 @@ def to_speculators(
         "speculators_version": _SPECULATORS_VERSION,
         "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
         "tie_word_embeddings": False,
-        "transformer_layer_config": _shared(config) | _qwen3(config),
+        "transformer_layer_config": dict(sorted((_shared(config) | _qwen3(config)).items())),
         **_own_extras(config),
     }
     if config.num_target_layers is not None:

@@ -27,7 +27,8 @@ def generate(model: PreTrainedModel, assistant_model: Any = None, streamer: Any 
         assistant_model (`DSparkDraftModel` or `str`, *optional*): A drafter, or a folder or Hub id of one; by default
             the one of this repository, loaded at the first call beside the target and in its dtype.
         streamer (`BaseStreamer`, *optional*): As for `generate`.
-        kwargs: As for `generate`; `revision`, `token` and the like go with the drafter as well.
+        kwargs: As for `generate`; `token` and the like go with the drafter as well, and `revision`, the one of this
+            repository, with its own drafter.
 
     Returns:
         What `generate` returns, with `speculative_stats` if `return_dict_in_generate` is set.
@@ -36,6 +37,8 @@ def generate(model: PreTrainedModel, assistant_model: Any = None, streamer: Any 
     drafter = assistant_model
     if not is_drafter(drafter):
         source = DRAFTER if drafter is None else str(drafter)
+        if drafter is not None:
+            where.pop("revision", None)
         if not source:
             raise ValueError("`assistant_model` is not given; pass a DSpark drafter, or the folder or Hub id of one.")
         device = torch.device("cpu") if model.device.type == "meta" else model.device  # offloaded

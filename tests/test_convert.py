@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEEPSPEC, DFLASH, FIXTURES, SPECULATORS, load_drafter
-from repackaging import assert_same_drafts, drafts_of
+from repackaging import PACKAGINGS, assert_same_drafts, drafts_of, read, write
 from safetensors.torch import load_file, save_file
 from tiny import random_drafter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -65,6 +65,17 @@ def test_a_converted_drafter_is_the_same(to, name, tiny_target, tmp_path):
     assert_same_drafts(drafts(again, target), drafts(load_drafter(name), target))
     assert_same_weights(read_checkpoint(tmp_path / "new").weights, read_checkpoint(source_of(name)).weights)
     assert again.config.num_target_layers == 6
+
+
+@pytest.mark.parametrize("packaging", PACKAGINGS)
+def test_drafters_of_others_in_every_format(packaging, tiny_target, tmp_path):
+    config, weights = read("deepspec-vanilla")
+    source = write(tmp_path / "source", *PACKAGINGS[packaging](config, weights))
+    expected = drafts(load_drafter("deepspec-vanilla"), tiny_target)
+    for to in ("dspark", "deepspec", "speculators"):
+        convert(source, tmp_path / to, to, tiny_target, str(TARGET))
+        assert_same_drafts(drafts(DSparkDraftModel.from_pretrained(tmp_path / to), tiny_target), expected)
+        assert_same_weights(read_checkpoint(tmp_path / to).weights, weights)
 
 
 @pytest.mark.parametrize(("to", "name"), list(REFUSED))

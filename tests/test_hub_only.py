@@ -66,6 +66,9 @@ except ValueError as error:
 report["plain"] = target.generate(**options).tolist()
 out = target.generate(**options, custom_generate=source, **where, trust_remote_code=True, return_dict_in_generate=True)
 report["text"], report["stats"] = out.sequences.tolist(), out.speculative_stats.to_dict()
+if "revision" in where:  # of a repository, which needs no such thing
+    text = target.generate(**options, custom_generate=source, trust_remote_code=True)
+    assert text.tolist() == report["plain"]
 streamer = Kept()
 one = {name: value[:1] for name, value in inputs.items()}
 text = target.generate(
@@ -146,7 +149,8 @@ def test_a_repository_on_the_hub(staged, tmp_path, tiny_target):
         assert result.returncode == 0, result.stderr
         files = {name for name in hub.files("ann/drafter") if name.startswith(f"{FOLDER}/")}
         assert files == {f"{FOLDER}/{path.name}" for path in (staged / FOLDER).iterdir()}
-        check(run_elsewhere("ann/drafter", tmp_path, environment), tiny_target)
+        pinned = hub.repositories["ann/drafter"].branches["main"][-1].oid
+        check(run_elsewhere("ann/drafter", tmp_path, environment, revision=pinned), tiny_target)
 
 
 def test_the_host_finds_every_module(staged):
