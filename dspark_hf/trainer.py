@@ -34,6 +34,8 @@ from .training_blocks import PackedContext, cut_blocks, draw_anchors
 
 PROVENANCE_NAME = "training.json"
 STATE_NAME = "trainer_state.json"
+# What a decoding at an evaluation calls its results, before the way it decoded.
+LENGTH = "mean_acceptance_length"
 # Anchors of evaluations are drawn by a seed that no epoch has.
 _EVALUATION_SEED = 2**31 - 1
 
@@ -282,10 +284,14 @@ class DSparkTrainer(Trainer):
         if more:
             self.log(more)
         metrics |= more
-        seen = {name: value for name, value in metrics.items() if isinstance(value, float) and math.isfinite(value)}
-        self._evaluations.append(
-            {"step": self.state.global_step, "blocks": self.seen_blocks, "tokens": self.seen_tokens, **seen}
-        )
+        entry = {"step": self.state.global_step, "blocks": self.seen_blocks, "tokens": self.seen_tokens}
+        decoded, start = {}, f"{metric_key_prefix}_{LENGTH}_"
+        for name, value in metrics.items():
+            if name.startswith(start):
+                decoded[name.removeprefix(start).replace("_", " ")] = value
+            elif isinstance(value, float) and math.isfinite(value):
+                entry[name] = value
+        self._evaluations.append(entry | {LENGTH: decoded})
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -62,15 +62,20 @@ def test_a_new_drafter_is_trained_and_saved(folders, tmp_path):
     origin = json.loads((output / "training.json").read_text())
     assert origin["data"] == {"samples": 24, "thinking": "default"} and origin["started_from"] == "random"
     last = origin["evaluations"][-1]
-    assert 1 <= last["eval_mean_acceptance_length_greedy"] <= 8
-    assert 1 <= last["eval_mean_acceptance_length_temperature_1"] <= 8
+    lengths = last["mean_acceptance_length"]
+    assert lengths.keys() == {"greedy", "temperature 1"} and all(1 <= length <= 8 for length in lengths.values())
+    assert cli.main(["card", str(output), "--output", str(tmp_path / "card.md")]) == 0
+    assert f"greedy {lengths['greedy']:.2f}, temperature 1" in (tmp_path / "card.md").read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_training_goes_on_from_a_drafter(folders, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert cli.main(argv(folders, first)) == 0
-    assert cli.main(argv(folders, second, "--drafter", str(first), "--freeze", "confidence_head")) == 0
+    again = ("--drafter", str(first), "--freeze", "confidence_head", "--data", *[str(folders / "data")] * 2)
+    assert cli.main(argv(folders, second, *again)) == 0
+    data = json.loads((second / "training.json").read_text())["data"]
+    assert data["samples"] == 48 and data["supervised_tokens"] == 48 * 34 and len(data["parts"]) == 2
     one, two = (DSparkDraftModel.from_pretrained(folder) for folder in (first, second))
     assert torch.equal(one.confidence_head.proj.weight, two.confidence_head.proj.weight)
     assert not torch.equal(one.fc.weight, two.fc.weight)
