@@ -43,9 +43,12 @@ def main() -> None:
         max_new_tokens=args.max_new_tokens,
         return_dict_in_generate=True,
     )
-    for decision in out.speculative_stats.decisions:
+    decisions = out.speculative_stats.decisions
+    sending = [decision for decision in decisions if any(decision.verify_lengths)]
+    for decision in sending:
         expected = "" if decision.throughput is None else f", {decision.throughput:.0f} tokens/s expected"
         print(f"round {decision.round}: sent {decision.verify_lengths}, accepted {decision.accepted}{expected}")
+    print(f"{len(sending)} of {len(decisions)} rounds sent drafts; in the others they were not expected to pay")
     print(f"tokens a round and row: {out.speculative_stats.mean_acceptance_length:.2f}")
 
 

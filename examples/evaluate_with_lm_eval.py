@@ -1,7 +1,7 @@
 """Score a target with lm-evaluation-harness, its texts generated with a drafter; `--compare` scores it without, too.
 
     pip install -e ".[lm-eval]"
-    python examples/evaluate_with_lm_eval.py --tasks gsm8k --limit 20 --compare
+    python examples/evaluate_with_lm_eval.py --tasks gsm8k --limit 20 --chat --compare
     python examples/evaluate_with_lm_eval.py --tasks my_task --include-path FOLDER --target MODEL --drafter DRAFTER
 
 In float32 greedy texts, and with them the scores, are the same; in bfloat16 near-ties may fall the other way.
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--dtype", default="float32", help="auto for that of the checkpoint; default: %(default)s")
+    parser.add_argument("--chat", action="store_true", help="questions as turns of the tokenizer's chat template")
     parser.add_argument("--compare", action="store_true", help="evaluate without the drafter, too")
     args = parser.parse_args()
 
@@ -73,9 +74,16 @@ def main() -> None:
     tasks = TaskManager(include_path=args.include_path, include_defaults=args.include_path is None)
     texts = []
     for name, model in models.items():
-        found = simple_evaluate(model, tasks=args.tasks, limit=args.limit, task_manager=tasks, bootstrap_iters=0)
+        found = simple_evaluate(
+            model,
+            tasks=args.tasks,
+            limit=args.limit,
+            apply_chat_template=args.chat,
+            task_manager=tasks,
+            bootstrap_iters=0,
+        )
         for task, scores in found["results"].items():
-            print(f"{name}: {task}", {key: value for key, value in scores.items() if isinstance(value, float)})
+            print(f"{name}: {task}", {key: float(value) for key, value in scores.items() if isinstance(value, float)})
         texts.append([sample["resps"] for task in found["samples"].values() for sample in task])
     if args.compare:
         print(f"the same text: {sum(a == b for a, b in zip(*texts, strict=True))} of {len(texts[0])}")
