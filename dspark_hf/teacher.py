@@ -67,7 +67,9 @@ class Teacher:
             input_ids (`torch.LongTensor` of shape `(rows, length)`): Texts, filled up on the right.
             attention_mask (`torch.Tensor` of shape `(rows, length)`, *optional*): 0 at what fills up.
         """
-        states = read_taps(self.target, self._run(input_ids, attention_mask, logits_to_keep=1), self.layers)
+        # The target computes in its own dtype, whatever the training's autocast says of the drafter.
+        with torch.autocast(input_ids.device.type, enabled=False):
+            states = read_taps(self.target, self._run(input_ids, attention_mask, logits_to_keep=1), self.layers)
         width = states.shape[-1] // len(self.layers)
         return TargetFeatures(states[..., :-width], states[..., -width:])
 
@@ -82,7 +84,8 @@ class Teacher:
         Returns:
             `torch.Tensor` of shape `(..., vocab_size)`, on the device of the hidden states.
         """
-        logits = call_module(self.head, last).to(last.device)
+        with torch.autocast(last.device.type, enabled=False):
+            logits = call_module(self.head, last).to(last.device)
         if self._scale is not None:
             logits = logits * self._scale
         if self._divisor is not None:

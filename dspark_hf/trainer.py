@@ -226,8 +226,7 @@ class DSparkTrainer(Trainer):
         """The loss of a batch of texts (Eq. 14), as the mean over the batches of all processes."""
         input_ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
         config = self.drafter.config
-        with torch.autocast(self.args.device.type, enabled=False):
-            features = self.features(input_ids, inputs["attention_mask"])
+        features = self.features(input_ids, inputs["attention_mask"])
         training = model.training
         seed = self.args.seed + int(self.state.epoch or 0) if training else _EVALUATION_SEED
         anchors, kept = draw_anchors(input_ids, loss_mask, self.args.num_anchors, seed)

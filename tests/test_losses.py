@@ -226,6 +226,18 @@ def test_no_more_than_a_chunk_is_ever_as_wide_as_the_vocabulary():
     assert widths.rows > weights
 
 
+def test_autocast_leaves_the_teacher_alone():
+    _, target, taps, last, _ = setup("vanilla")
+    teacher = Teacher(target.float(), [-1, 0])
+    input_ids = torch.randint(13, (2, 7))
+    wanted = teacher.features(input_ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = teacher.features(input_ids)
+        logits = teacher.logits(found.last)
+    assert torch.equal(found.last, wanted.last) and torch.equal(found.taps, wanted.taps)
+    assert torch.equal(logits, teacher.logits(wanted.last)) and logits.dtype == torch.float32
+
+
 def test_weights_fall_with_the_position():
     weights = LossWeights(decay=4.0).by_position(3)
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.7788008, 0.6065307]))
