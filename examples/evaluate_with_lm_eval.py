@@ -14,39 +14,33 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.loading import load_pair
 
 
-class StopStrings(StoppingCriteria):
-    """Stop rows whose new text holds one of these. The harness's own criterion remembers rows by their place in the
-    batch, but they are asked about one at a time; that of Transformers also looks into the prompt."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: list[str], prompt_length: int):
-        self.tokenizer, self.strings, self.prompt_length = tokenizer, strings, prompt_length
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        texts = self.tokenizer.batch_decode(input_ids[:, self.prompt_length :])
-        return torch.tensor([any(stop in text for stop in self.strings) for text in texts], device=input_ids.device)
-
-
 class DrafterLM(HFLM):
     """The harness's model with a drafter. What is scored without generating (log-likelihoods) has no use for it."""
 
-    def __init__(self, pretrained: Any, drafter: DSparkDraftModel, **options: Any):
+    def __init__(self, pretrained: PreTrainedModel, drafter: DSparkDraftModel, **options: Any):
         super().__init__(pretrained, **options)
         self.drafter = drafter
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+        def stops(input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+            # The harness's own criterion remembers rows by their place in the batch, but they are asked about one at
+            # a time; that of Transformers, `stop_strings`, also looks into the prompt.
+            texts = self.tokenizer.batch_decode(input_ids[:, context.shape[1] :])
+            return torch.tensor([any(string in text for string in stop) for text in texts], device=input_ids.device)
+
         if not options.get("do_sample"):
             options.pop("temperature", None)
         return self.model.generate(
             context,
             assistant_model=self.drafter,
             max_length=max_length,
-            stopping_criteria=StoppingCriteriaList([StopStrings(self.tokenizer, stop, context.shape[1])]),
+            stopping_criteria=StoppingCriteriaList([stops]),
             pad_token_id=self.tokenizer.pad_token_id,
             **options,
         )
@@ -72,16 +66,10 @@ def main() -> None:
     if args.compare:
         models["without"] = HFLM(pair.target, **options)
     tasks = TaskManager(include_path=args.include_path, include_defaults=args.include_path is None)
+    asked = {"tasks": args.tasks, "limit": args.limit, "apply_chat_template": args.chat, "task_manager": tasks}
     texts = []
     for name, model in models.items():
-        found = simple_evaluate(
-            model,
-            tasks=args.tasks,
-            limit=args.limit,
-            apply_chat_template=args.chat,
-            task_manager=tasks,
-            bootstrap_iters=0,
-        )
+        found = simple_evaluate(model, **asked, bootstrap_iters=0)
         for task, scores in found["results"].items():
             print(f"{name}: {task}", {key: float(value) for key, value in scores.items() if isinstance(value, float)})
         texts.append([sample["resps"] for task in found["samples"].values() for sample in task])

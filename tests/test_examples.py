@@ -16,9 +16,9 @@ import pytest
 import torch
 from chat import chat_target, chat_tokenizer, text_of, write_lines
 from conftest import FIXTURES
-from hub_standin import HubStandIn, hub_standin
+from hub_standin import HubStandIn
 from safetensors.torch import load_file
-from test_hub import turn_to
+from test_hub import here  # noqa: F401
 from tiny import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -207,17 +207,7 @@ def test_train_smollm2(run, monkeypatch, tmp_path, data):
     assert kept and all(json.loads(line)["prompt"] for line in kept)
 
 
-@pytest.fixture
-def here(monkeypatch, tmp_path):
-    """A stand-in for the Hub."""
-    with hub_standin() as server:
-        turn_to(server.endpoint, monkeypatch)
-        for name, value in server.environment(str(tmp_path / "home")).items():
-            monkeypatch.setenv(name, value)
-        yield server
-
-
-def test_publish__looks_first(run, models, here: HubStandIn, tmp_path, monkeypatch):
+def test_publish__looks_first(run, models, here: HubStandIn, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     printed = run("publish.py", "ann/drafter", "--drafter", str(models / "drafter"), "--licence", "apache-2.0")
     card = Path(printed.split("Nothing was sent. Read ")[1].split(", then")[0])
@@ -227,7 +217,7 @@ def test_publish__looks_first(run, models, here: HubStandIn, tmp_path, monkeypat
     assert not here.requests
 
 
-def test_publish__sends(run, models, here: HubStandIn, tmp_path, monkeypatch):
+def test_publish__sends(run, models, here: HubStandIn, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     printed = run("publish.py", "ann/drafter", "--drafter", str(models / "drafter"), "--private", "--push")
     assert f"Pushed: {here.endpoint}/ann/drafter" in printed
@@ -270,7 +260,7 @@ metric_list:
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="pip install lm-eval")
 @pytest.mark.filterwarnings("default")  # its own, and those of what it imports
 @pytest.mark.parametrize("size", ["1", "3"])
 def test_evaluate_with_lm_eval(run, pair, models, tmp_path, monkeypatch, size):
