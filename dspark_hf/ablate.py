@@ -277,9 +277,12 @@ def _drifts(
         if min(((halves.sets == name) & (halves.half == half) & (accepted >= last)).sum() for half in (0, 1))
         < FEWEST_REACHED
     ]
-    told = [
-        f"Positions that fewer than {FEWEST_REACHED} blocks of a half reached are not fitted and keep 1, the last "
-        f"ones of {', '.join(few)} at least; more prompts or a higher --max-new-tokens give more."
-    ] * bool(few)
+    told = []
+    if few:
+        sets = "all sets" if len(few) == len(halves.names) else ", ".join(few)
+        told.append(
+            f"Positions that fewer than {FEWEST_REACHED} blocks of a half reached are not fitted and keep 1, the last "
+            f"ones of {sets} at least; more prompts or a higher --max-new-tokens give more."
+        )
     report = drift_report(f"Calibration used elsewhere: {_told(halves)}", drifts, [*told, *notes])
     return report, values, lambda folder: plot_drift(folder, drifts)

@@ -266,7 +266,8 @@ def plot_drift(folder: Path, drifts: dict[str, Drift]) -> list[Path]:
         axes.imshow(table, cmap="Reds", aspect="auto", vmin=0)
         for row, line in enumerate(table):
             for column, value in enumerate(line):
-                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8)
+                color = "white" if value > 0.6 * max(values) else "black"
+                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
         axes.set_xticks(range(len(sets)), sets, rotation=45, ha="right", fontsize=8)
         axes.set_yticks(range(len(origins)), origins, fontsize=8)
         axes.set(xlabel="used on", ylabel="fitted on")

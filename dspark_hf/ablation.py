@@ -209,7 +209,11 @@ def _schedules_of(
         if played[plan].expected is not None:
             rates = [played[each].expected / played[each].seconds for each in (plan, "oracle")]
             shares[plan] = sums.ratio(np.repeat(rates[0] / rates[1], rows), np.ones(blocks.size), counts)
-    speeds = {plan: sums.ratio(1 + kept[plan], np.repeat(played[plan].seconds / rows, rows), counts) for plan in PLANS}
+    lengths |= {"no_drafts": kept["no_drafts"], "clairvoyant": kept["clairvoyant"]}
+    speeds = {
+        plan: sums.ratio(1 + kept[plan], _seconds_by_row(lengths[plan], played[plan].seconds, costs), counts)
+        for plan in PLANS
+    }
     return [
         SchedulePoint(
             plan=plan,
@@ -235,6 +239,20 @@ def _walks(halves: Halves, chosen: np.ndarray, rows: int, rounds: int, seed: int
     for number in range(math.ceil(_PLAYED * len(members) / (rows * rounds))):
         # Seeds far apart: those of a neighbouring `seed` are others.
         yield members[walk_blocks(halves.sets[members].tolist(), rows, LAG + rounds, seed + 1_000_003 * number)]
+
+
+def _seconds_by_row(lengths: np.ndarray, seconds: np.ndarray, costs: Costs) -> np.ndarray:
+    """
+    What each row has part in of a round's seconds, of shape `(rounds, rows)`: what the round takes beyond a step of
+    one token a row goes by the drafts that were sent of it, the rest is shared equally. Were all shared equally,
+    resampled prompts with more drafts would seem to come at no cost.
+    """
+    rows, drafts = lengths.shape[1], lengths.sum(axis=1, keepdims=True)
+    beyond = np.where(
+        drafts > 0, costs.verify_seconds[rows + drafts.round().astype(int)] - costs.verify_seconds[rows], 0
+    )
+    shared = (seconds[:, None] - beyond) / rows
+    return shared + beyond * lengths / np.maximum(drafts, 1)
 
 
 def _best_threshold(outcomes: Outcomes, costs: Costs, blocks: np.ndarray) -> float:
@@ -402,5 +420,5 @@ def _speed_of_algorithm_1(halves: Halves, outcomes: Outcomes, costs: Costs, bloc
     tokens = 1 + np.minimum(outcomes.accepted[blocks], lengths)
     counts = resamples(halves.prompt_sets.tolist())
     return _Sums(halves.prompts[blocks], len(halves.prompt_sets)).ratio(
-        tokens, np.repeat(seconds / rows, rows), counts
+        tokens, _seconds_by_row(lengths, seconds, costs), counts
     )

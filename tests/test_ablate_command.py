@@ -106,7 +106,7 @@ def test_calibration_from_set_to_set(capsys):
     assert cli.main([*argv, *FILES]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "% of tokens a second lost at 4 rows" in shown and "chance, up to" in shown
-    assert "keep 1, the last ones of sums, tales" in shown
+    assert "keep 1, the last ones of all sets" in shown
     (drift,) = json.loads(Path("out.json").read_text())["drift"].values()
     places = [(cell["fitted_on"], cell["used_on"]) for cell in drift["cells"]]
     assert places == [(origin, used) for origin in (RAW, "sums", "tales", ALL) for used in ("sums", "tales")]
@@ -194,7 +194,7 @@ def test_costs_by_a_profile(capsys):
     assert four == pytest.approx({"rows": 4, "step": 1e-2 + 3 * 2e-3 / 7, "draft": 6e-3, "verify": 2e-2})
     assert results["shares"]["draft over step, 1 row"] == pytest.approx(0.3)
     parts, own = results["parts"], results["drafter"]
-    assert list(parts) == ["backbone", "sequential head", "confidence head"]
+    assert {"backbone", "sequential head", "confidence head"} <= parts.keys()
     assert sum(part["parameters"] for part in parts.values()) == own["parameters"]
     assert results["shares"]["parameters"] == pytest.approx(own["parameters"] / results["target"]["parameters"])
     memory = results["memory"]["rows"]

@@ -105,6 +105,28 @@ def test_intervals_are_wide_where_prompts_differ_and_hold_paired_figures():
         assert points[plan].gap_to_clairvoyant.interval[0] >= -1e-9
 
 
+def test_intervals_are_as_wide_as_simulating_resampled_prompts_makes_them():
+    """Whose drafts cost a round its seconds counts: shared equally, the clairvoyant's gain would seem certain."""
+    generator = np.random.default_rng(3)
+    ease = np.repeat(generator.uniform(0.2, 0.9, size=24), 20)[:, None]
+    logits = np.log(ease / (1 - ease)) + generator.normal(0, 1, size=(480, 4))
+    accepted = np.cumprod(generator.random(logits.shape) < 1 / (1 + np.exp(-logits)), axis=1).sum(axis=1)
+    costs = Costs(10.0 + np.arange(1 + 8 * 5), [0.0, 1.0, 1.0, 1.0, 1.0])
+
+    def simulated(drawn: np.ndarray):
+        places = np.concatenate([np.arange(20 * prompt, 20 * prompt + 20) for prompt in drawn])
+        prompts = np.repeat(np.arange(24), 20).tolist()
+        blocks = Blocks(logits[places], accepted[places], ["a"] * 480, 0.0, prompts)
+        return schedules(blocks, costs, rows=8, rounds=40)
+
+    points = simulated(np.arange(24))
+    again = [simulated(generator.choice(24, size=24)) for _ in range(40)]
+    for plan in ("hardware_aware_lagged", "clairvoyant"):
+        low, high = points[plan].over_constant.interval
+        spread = np.std([other[plan].over_constant.value for other in again])
+        assert 0.65 < (high - low) / 3.92 / spread < 1.5
+
+
 @pytest.fixture(scope="module")
 def domains() -> Blocks:
     """Of "calm" the confidences are right; of "bold" the logits are thrice what they should be."""
