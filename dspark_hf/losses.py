@@ -69,7 +69,7 @@ def block_losses(
     last_hidden_states: torch.Tensor,
     weights: LossWeights,
     total_weight: float | None = None,
-    chunk_slots: int = 256,
+    chunk_slots: int = 128,
 ) -> BlockLosses:
     """
     The loss of the blocks of a batch of texts.
@@ -118,6 +118,7 @@ def block_losses(
         weights=position_weights[order],
         alphas=(weights.cross_entropy, weights.total_variation),
         chunk_slots=chunk_slots,
+        widths=(config.draft_vocab_size or config.vocab_size,) * 2 + (config.vocab_size,),
         parameters=[parameter for parameter in _vocabulary_heads(drafter) if parameter.requires_grad],
         differentiate=torch.is_grad_enabled(),
     )
@@ -164,6 +165,7 @@ class _Plan:
     weights: torch.Tensor  # (slots,)
     alphas: tuple[float, float]
     chunk_slots: int
+    widths: tuple[int, int, int]  # of the drafter's logits, their gradient and the target's logits
     parameters: list[nn.Parameter]
     differentiate: bool
 
@@ -183,20 +185,26 @@ class _VocabularyLoss(torch.autograd.Function):
         slots = len(plan.places)
         sums = hidden_states.new_zeros(2, dtype=torch.float32)
         accept = hidden_states.new_empty(slots, dtype=torch.float32)
+        # What is as wide as the vocabulary and in float32: fresh memory would cost more than what is done with it.
+        rows = min(slots, plan.chunk_slots)
+        scratch = [hidden_states.new_empty(rows, width, dtype=torch.float32) for width in plan.widths]
         for begin in range(0, slots, plan.chunk_slots):
             part = slice(begin, begin + plan.chunk_slots)
             with torch.set_grad_enabled(plan.differentiate):
                 states = hidden_states[part].detach().requires_grad_(plan.differentiate)
-                inputs = [states]
-                logits = plan.base(states)
+                inputs, parts = [states], [plan.base(states)]
                 if features is not None:
                     inputs.append(features[part].detach().requires_grad_(plan.differentiate))
-                    logits = logits + plan.correction(inputs[1])
-            found = plan.places[part]
-            places, which = found.unique_consecutive(return_inverse=True)
+                    parts.append(plan.correction(inputs[1]))
+            logits = scratch[0][: len(states)].copy_(parts[0].detach())
+            if features is not None:
+                logits += parts[1].detach()
+            places, which = plan.places[part].unique_consecutive(return_inverse=True)
+            target_logits = scratch[2][: len(places)].copy_(plan.teacher(places))
             losses, accept[part], gradient = slot_losses(
-                logits.detach(),
-                *draftable(plan.teacher(places).to(logits.device).float(), plan.draft_ids),
+                logits,
+                *draftable(target_logits, plan.draft_ids),
+                scratch[1][: len(states)],
                 which,
                 plan.labels[part],
                 plan.weights[part],
@@ -205,7 +213,8 @@ class _VocabularyLoss(torch.autograd.Function):
             )
             sums += losses
             if plan.differentiate:
-                pieces = torch.autograd.grad(logits, [*inputs, *parameters], gradient.to(logits.dtype))
+                outer = [gradient.to(part.dtype) for part in parts]
+                pieces = torch.autograd.grad(parts, [*inputs, *parameters], outer)
                 for position, piece in enumerate(pieces):
                     if position < len(inputs):
                         gradients[position][part] = piece
@@ -230,6 +239,7 @@ def slot_losses(
     logits: torch.Tensor,
     target_probs: torch.Tensor,
     outside: torch.Tensor | None,
+    out: torch.Tensor,
     which: torch.LongTensor,
     labels: torch.LongTensor,
     weights: torch.Tensor,
@@ -240,9 +250,10 @@ def slot_losses(
     Cross-entropy and total variation of some slots, and the gradient of their weighted sum.
 
     Args:
-        logits (`torch.Tensor` of shape `(slots, draft_vocab_size)`): The drafter's.
+        logits (`torch.Tensor` of shape `(slots, draft_vocab_size)`): The drafter's, in float32; used up.
         target_probs (`torch.Tensor` of shape `(places, draft_vocab_size)`): The target's probabilities.
         outside (`torch.Tensor` of shape `(places,)`, *optional*): Those of all tokens that the drafter cannot draft.
+        out (`torch.Tensor` of shape `(slots, draft_vocab_size)`): Memory for the gradient, in float32.
         which (`torch.LongTensor` of shape `(slots,)`): The place of each slot.
         labels (`torch.LongTensor` of shape `(slots,)`): The tokens to predict; -1 for one that cannot be drafted,
             whose slot has no cross-entropy.
@@ -257,14 +268,13 @@ def slot_losses(
     Source: DSpark Eq. 8, 11 and 12.
     """
     # In place wherever it can be: passes over tensors as wide as the vocabulary are what this costs.
-    probs = logits.to(torch.float32, copy=True)
-    probs -= probs.amax(dim=-1, keepdim=True)
+    probs = logits.sub_(logits.amax(dim=-1, keepdim=True))
     known = labels >= 0
     place = labels.clamp(min=0)[:, None]
     own = probs.gather(1, place)[:, 0]
     sums = probs.exp_().sum(dim=-1)
     probs *= sums.reciprocal()[:, None]
-    difference = target_probs[which].sub_(probs)
+    difference = torch.index_select(target_probs, 0, which, out=out).sub_(probs)
     distance = torch.linalg.vector_norm(difference, ord=1, dim=-1)
     if outside is not None:
         distance = distance + outside[which]
@@ -289,16 +299,17 @@ def draftable(
     The target's probabilities of the tokens that can be drafted, and of all others together.
 
     Args:
-        target_logits (`torch.Tensor` of shape `(places, vocab_size)`): In float32.
+        target_logits (`torch.Tensor` of shape `(places, vocab_size)`): In float32; used up.
         draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): Tokens that can; by default all.
 
     Returns:
         `torch.Tensor` of shape `(places, draft_vocab_size)`, and `(places,)` or `None`.
     """
+    probs = target_logits.sub_(target_logits.amax(dim=-1, keepdim=True)).exp_()
+    probs *= probs.sum(dim=-1, keepdim=True).reciprocal_()
     if draft_ids is None:
-        return target_logits.softmax(dim=-1), None
-    sums = target_logits.logsumexp(dim=-1, keepdim=True)
-    probs = target_logits.index_select(-1, draft_ids.to(target_logits.device)).sub_(sums).exp_()
+        return probs, None
+    probs = probs.index_select(-1, draft_ids.to(probs.device))
     return probs, (1 - probs.sum(dim=-1)).clamp(min=0)
 
 

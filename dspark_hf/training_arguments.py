@@ -44,7 +44,7 @@ class DSparkTrainingArguments(TrainingArguments):
     num_anchors: int = field(default=64, metadata={"help": "Blocks drawn from each text at each visit."})
     max_length: int = field(default=2048, metadata={"help": "Tokens of a text that are read; the rest is cut."})
     chunk_slots: int = field(
-        default=256, metadata={"help": "Slots whose distributions over the vocabulary exist at a time."}
+        default=128, metadata={"help": "Slots whose distributions over the vocabulary exist at a time."}
     )
     feature_cache: str | None = field(
         default=None, metadata={"help": "Folder that keeps the target's hidden states between epochs."}
