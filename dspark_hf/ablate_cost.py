@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -271,6 +272,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
         call()
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
+    _give_back_freed_memory()
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak from now on, see proc(5)
     except OSError:
@@ -278,6 +280,14 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
     call()
     (line,) = [line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
+
+
+def _give_back_freed_memory() -> None:
+    """Let the C library keep nothing for later of what was freed: a call that takes it again would not be seen."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # of other C libraries than glibc
+        return
 
 
 def shares(

@@ -270,8 +270,7 @@ def notes(entries: Sequence[dict[str, Any]]) -> list[str]:
     ]
     if len({entry["facts"]["block_size"] for entry in entries}) > 1:
         told.append(
-            "Longer blocks yield more tokens a round and cost more a round; `dspark bench` and `dspark ablate cost` "
-            "say what is left of it here."
+            "Longer blocks cost more a round as well; `dspark bench` and `dspark ablate cost` say what is left of it."
         )
     if all(entry["facts"]["data"] is None for entry in entries):
         told.append(f"No {TRAINING_NAME} beside any of them: what they were trained on is not known.")

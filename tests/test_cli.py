@@ -98,7 +98,9 @@ def test_bundled_prompts_are_the_default():
     assert len(prompts) >= demo.PROMPTS == 3
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["bench"], ["env"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["generate"], ["bench"], ["ablate"], ["ablate", "schedule"], ["env"]]
+)
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--help"])
