@@ -359,6 +359,10 @@ def write_temperatures(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
     write_json(path, config)
 
 
+# What a training leaves beside the drafter that is no part of it.
+TRAINING_STATE = ("checkpoint-*", "training_args.bin", "trainer_state.json", "runs", "*.pt", "*.pth")
+
+
 def copy_with_temperatures(source: Path, folder: Path, entries: Sequence[dict[str, Any]]) -> None:
     """
     Copy a checkpoint folder file by file and put fitted temperatures into the copy, which appears in one step.
@@ -370,7 +374,7 @@ def copy_with_temperatures(source: Path, folder: Path, entries: Sequence[dict[st
     """
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        shutil.copytree(source, unfinished, dirs_exist_ok=True)
+        shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINING_STATE))
         write_temperatures(unfinished, entries)
         if folder.exists():
             folder.rmdir()

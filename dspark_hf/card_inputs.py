@@ -324,6 +324,8 @@ def _set_speeds(path: Path, summary: dict[str, Any]) -> tuple[Speed, ...]:
     speeds = []
     for name, methods in summary.items():
         methods = _object(path, methods, f"summary.{name}")
+        if DSPARK not in methods and any(method.startswith(f"{DSPARK}, ") for method in methods):
+            raise ValueError(f"{path} was measured with --methods; give a file of `dspark bench` without.")
         ours, plain = (_part(path, methods, method, dict, f"summary.{name}") for method in (DSPARK, PLAIN))
         lookup = _part(path, methods, PROMPT_LOOKUP, dict, f"summary.{name}", needed=False) or {}
         speeds.append(

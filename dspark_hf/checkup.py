@@ -24,6 +24,8 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 # Below so many accepted drafts a block a drafter does not know its target.
 _STRANGE = 0.1
 ROWS = (1, 2, 4, 8, 16, 32)
+# Times plain generate that a short measurement cannot make up.
+LEAST_GAIN = 1.05
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def payoffs(profile: Profile, survivals: Sequence[float], context: float) -> lis
 
 def check_payoff(found: Sequence[Payoff]) -> Finding:
     """At which batch drafting pays on this machine."""
-    paying = [payoff for payoff in found if payoff.ratio > 1]
+    paying = [payoff for payoff in found if payoff.ratio > LEAST_GAIN]
     if not paying:
         best = max(found, key=lambda payoff: payoff.ratio)
         text = f"it does not pay on this machine: {best.ratio:.2f} times plain generate at best ({best.rows} rows)"

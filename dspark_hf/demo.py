@@ -160,7 +160,7 @@ def remarks(comparisons: Sequence[Comparison], pair: Pair, greedy: bool) -> list
     length = _mean_acceptance_length(comparisons)
     if ratio < 1 and length is not None:
         cost = length / ratio
-        weak = "the bundled drafter is an interim, weak one" if pair.names[1] == DEMO else "this drafter's guesses"
+        weak = "the bundled drafter is a weak one" if pair.names[1] == DEMO else "this drafter's guesses"
         weak += "" if pair.names[1] == DEMO else " are rarely right for these prompts"
         sentences.append(
             f"DSpark is slower than plain generate here: a round costs about {cost:.2f} plain steps and yields "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_callback import TrainerState
 
 from .command_files import check_plot
 from .demo_target import demo_drafter_folder
@@ -23,7 +24,7 @@ from .initialisation import (
 from .loading import DEMO, DTYPES, CommandError, check_source, load_target, reporting
 from .modeling import DSparkDraftModel
 from .target_outputs import text_config
-from .trainer import DSparkTrainer, inner_drafter, last_whole_checkpoint
+from .trainer import PROVENANCE_NAME, STATE_NAME, DSparkTrainer, inner_drafter, last_whole_checkpoint
 from .training_arguments import DSparkTrainingArguments
 from .training_callbacks import DecodeEvaluation, plot_run
 
@@ -123,7 +124,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, DSparkTra
             f"--config: it names {', '.join(unknown)}, which no option is called; see `dspark train -h`"
         )
     parser.set_defaults(**config)
-    with reporting("dspark train"):
+    with reporting("the training's arguments"):
         model_arguments, data_arguments, arguments, *rest = parser.parse_args_into_dataclasses(argv)
     return model_arguments, data_arguments, arguments
 
@@ -181,13 +182,20 @@ def train(
         args=arguments,
         target=target,
         train_dataset=training,
-        eval_dataset=held_out,
+        eval_dataset=held_out if len(held_out) else None,
         decode=decoding if decoding.prompts else None,
         provenance=provenance,
     )
     resume = arguments.resume_from_checkpoint or last_whole_checkpoint(arguments.output_dir)
+    if resume is not None:
+        check_resumed(Path(resume), drafter, arguments.output_dir)
+        done = TrainerState.load_from_json(str(Path(resume) / STATE_NAME)).global_step
+        if 0 < arguments.max_steps <= done and (Path(arguments.output_dir) / PROVENANCE_NAME).is_file():
+            print(f"{arguments.output_dir} is at step {done} of {arguments.max_steps}: nothing is left to do")
+            return trainer
     trainer.train(resume_from_checkpoint=resume)
-    trainer.evaluate()
+    if len(held_out):
+        trainer.evaluate()
     if model_arguments.lora_rank:
         # The adapters lie in the checkpoints; what is shipped is one drafter.
         trainer.model = trainer.model.merge_and_unload()
@@ -196,7 +204,30 @@ def train(
     if data_arguments.plot is not None and trainer.is_world_process_zero():
         block_size = inner_drafter(trainer.model).config.block_size
         plot_run(Path(data_arguments.plot).expanduser(), trainer.state.log_history, block_size)
+    if trainer.is_world_process_zero():
+        print(f"Written: {arguments.output_dir}")
     return trainer
+
+
+def check_resumed(checkpoint: Path, drafter: DSparkDraftModel, output_dir: str) -> None:
+    """
+    Refuse to go on with another drafter than a run was begun with.
+
+    Raises:
+        [`CommandError`]: naming what differs.
+    """
+    if not (checkpoint / "config.json").is_file():  # adapters
+        return
+    begun = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    now = drafter.config.to_dict()
+    names = ("draft_vocab_size", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type",
+             "enable_confidence_head", "target_layer_ids", "hidden_size", "vocab_size", "mask_token_id")  # fmt: skip
+    other = [f"{name} {begun.get(name)} there and {now[name]} here" for name in names if begun.get(name) != now[name]]
+    if other:
+        raise CommandError(
+            f"--output_dir {output_dir!r}: it holds the run of another drafter ({'; '.join(other)}); give "
+            "another folder, or the options that it was begun with"
+        )
 
 
 def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -218,8 +249,12 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
         origins.append(json.loads(origin.read_text(encoding="utf-8")) if origin.is_file() else {"folder": folder})
     columns = [name for name in COLUMNS if all(name in part.column_names for part in parts)]
     samples = concatenate_datasets([part.select_columns(columns) for part in parts])
-    with reporting(f"--held_out {arguments.held_out}"):
-        training, held_out = split_by_prompt(samples, arguments.held_out, seed=seed)
+    if not 0 <= arguments.held_out < 1:
+        raise CommandError(f"--held_out {arguments.held_out}: it must be at least 0 (train on everything) and below 1")
+    training, held_out = samples, samples.select(())
+    if arguments.held_out:
+        with reporting(f"--held_out {arguments.held_out}"):
+            training, held_out = split_by_prompt(samples, arguments.held_out, seed=seed)
     if arguments.max_samples is not None and arguments.max_samples < len(training):
         training = training.shuffle(seed=seed).select(range(arguments.max_samples))
     held_out = held_out.shuffle(seed=seed).select(range(min(len(held_out), arguments.max_held_out)))
@@ -277,5 +312,7 @@ def with_lora(drafter: DSparkDraftModel, rank: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     heads = [name for name in HEADS if getattr(drafter, name) is not None]
+    # PEFT would read the config of where it came from at each save, which may be in another format.
+    drafter.name_or_path = ""
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_LAYERS, modules_to_save=heads)
     return get_peft_model(drafter, config)

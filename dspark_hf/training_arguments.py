@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 
 
@@ -64,6 +65,8 @@ class DSparkTrainingArguments(TrainingArguments):
         default=16, metadata={"help": "Held-out prompts that each evaluation decodes for real; 0 for none."}
     )
     decode_tokens: int = field(default=64, metadata={"help": "New tokens of each of them."})
+    # The Trainer's 5e-5 is for models that are trained already.
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
     # What the Trainer must know of this objective.
     remove_unused_columns: bool = field(default=False, metadata={"help": "Has to stay false: all columns are read."})
     train_sampling_strategy: str = field(
@@ -75,6 +78,8 @@ class DSparkTrainingArguments(TrainingArguments):
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradient clipping."})
 
     def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu, self.dataloader_pin_memory = True, False
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True; the columns of the data are all read: leave it False.")

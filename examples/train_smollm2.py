@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from dspark_hf.data import load_training_data, split_by_prompt
@@ -40,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--prompts", nargs="*", default=[], help="prompts of your own beside the synthesised ones")
     parser.add_argument("--exclude", nargs="*", default=[], help="prompts that must not be trained on")
-    parser.add_argument("--synthesize", type=int, default=20000, help="prompts that the target writes itself")
+    parser.add_argument("--synthesize", type=int, help="prompts that the target writes itself, before it answers them")
     parser.add_argument("--data-minutes", type=float, default=240)
     parser.add_argument("--train-minutes", type=float, default=240)
     parser.add_argument("--eval-prompts", help="folder of .jsonl files; by default the bundled ones")
@@ -81,6 +82,9 @@ def main() -> None:
     evaluated = [] if args.eval_prompts is None else ["--prompts", args.eval_prompts]
     exclude = [*args.exclude, *([] if args.eval_prompts is None else [args.eval_prompts])]
 
+    if args.synthesize is None:
+        # What the data's time has room for, with a fifth of it for the prompts: measured on two cores, guessed on a GPU.
+        args.synthesize = max(8, int(args.data_minutes * (1000 if torch.cuda.is_available() else 40)))
     if not (data / "dataset_info.json").exists():
         prompts = ["--prompts", *args.prompts] if args.prompts else []
         subjects = [part for subject in SUBJECTS for part in ("--system-prompt", subject)]
@@ -91,6 +95,8 @@ def main() -> None:
             *("--max-new-tokens", 256, "--batch-size", args.batch_size, "--dtype", "bfloat16"),
             *("--time-limit", args.data_minutes, *threads),
         )
+    if not (data / "dataset_info.json").exists():
+        sys.exit(f"{data} holds no answers yet: run this again to go on, or give it more --data-minutes")
     if not (drafter / "training.json").exists():
         dspark(
             *("train", "--config", CONFIG, "--data", data, "--output_dir", drafter),

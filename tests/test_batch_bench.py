@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from dspark_hf import batch_bench, cli
 from dspark_hf.batch_bench import BatchBench, BatchCall, Setting
-from dspark_hf.bench import DSPARK, PLAIN, PROMPT_LOOKUP
+from dspark_hf.decoding_methods import DSPARK, PLAIN, PROMPT_LOOKUP
 from dspark_hf.loading import CommandError, load_pair
 from dspark_hf.profiles import DraftCurve, Profile, StepCurve, profile_key, profile_path, use_profile
 from dspark_hf.schedule_options import ScheduleOptions

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import FIXTURES
 from tiny import character_tokenizer
 
 from dspark_hf import DSparkDraftModel, cli
@@ -79,6 +80,45 @@ def test_training_goes_on_from_a_drafter(folders, tmp_path):
     one, two = (DSparkDraftModel.from_pretrained(folder) for folder in (first, second))
     assert torch.equal(one.confidence_head.proj.weight, two.confidence_head.proj.weight)
     assert not torch.equal(one.fc.weight, two.fc.weight)
+
+
+def test_a_run_that_is_done_stays_as_it_is(folders, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    saving = ("--save_strategy", "steps", "--save_steps", "4")
+    assert cli.main(argv(folders, output, *saving)) == 0
+    assert f"Written: {output}" in capsys.readouterr().out
+    before = (output / "model.safetensors").read_bytes()
+    assert cli.main(argv(folders, output, *saving)) == 0
+    assert f"{output} is at step 4 of 4: nothing is left to do" in capsys.readouterr().out
+    assert (output / "model.safetensors").read_bytes() == before and not (output / "checkpoint-5").exists()
+
+
+def test_the_run_of_another_drafter_is_not_gone_on_with(folders, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    saving = ("--save_strategy", "steps", "--save_steps", "4")
+    assert cli.main(argv(folders, output, *saving)) == 0
+    assert cli.main(argv(folders, output, *saving, "--markov_rank", "4", "--block_size", "3")) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert (
+        "holds the run of another drafter (block_size 7 there and 3 here; markov_rank 8 there and 4 here)" in message
+    )
+
+
+def test_everything_may_be_trained_on(folders, tmp_path):
+    output = tmp_path / "drafter"
+    assert cli.main(argv(folders, output, "--held_out", "0")) == 0
+    assert json.loads((output / "training.json").read_text())["evaluations"] == []
+
+
+@pytest.mark.filterwarnings("default:.*is_gradient_checkpointing:FutureWarning")  # asked for by peft 0.21
+def test_lora_goes_on_from_a_drafter_in_another_format(folders, tmp_path):
+    pytest.importorskip("peft")
+    output = tmp_path / "drafter"
+    saving = ("--save_strategy", "steps", "--save_steps", "2")
+    source = ("--drafter", str(FIXTURES / "deepspec-vanilla" / "drafter"), "--lora_rank", "2")
+    assert cli.main(argv(folders, output, *source, *saving)) == 0
+    assert (output / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    DSparkDraftModel.from_pretrained(output)
 
 
 def test_a_run_that_was_broken_off_goes_on(folders, tmp_path, capsys):

@@ -345,6 +345,12 @@ def test_arguments_that_cannot_be_are_named(tmp_path, changes, message):
         arguments(tmp_path, **changes)
 
 
+def test_a_machine_without_an_accelerator_trains_on_its_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    given = DSparkTrainingArguments(output_dir=str(tmp_path), bf16=True, report_to="none")
+    assert given.use_cpu and not given.dataloader_pin_memory and given.learning_rate == 6e-4
+
+
 def test_a_drafter_for_another_target_is_refused(samples, tmp_path):
     other = random_target(vocab_size=VOCAB + 1, dtype=torch.float32)
     with pytest.raises(ValueError, match="vocab_size 13"):
