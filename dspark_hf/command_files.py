@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .environment import machine, package_versions
 from .files import write_json
-from .loading import CommandError
+from .loading import CommandError, reporting
+
+
+# Endings of plots; without one they are PNG.
+IMAGES = ("", ".png", ".pdf", ".svg", ".jpg")
 
 
 def read_prompts(source: str | None, limit: int | None = None) -> dict[str, list[str]]:
@@ -48,15 +53,7 @@ def read_prompt_file(file: Path, limit: int | None = None, argument: str = "--pr
         `CommandError`: a line is not a JSON object with a non-empty `prompt`, or there is none.
     """
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if limit is not None and len(prompts) == limit:
-            break
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CommandError(f"{argument}: {file}:{number} is not JSON ({error}); give one object a line") from error
+    for number, record in json_lines(argument, file, limit):
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if not isinstance(prompt, str) or not prompt:
             raise CommandError(f"{argument}: {file}:{number} has no text in the field 'prompt'; add it")
@@ -66,15 +63,63 @@ def read_prompt_file(file: Path, limit: int | None = None, argument: str = "--pr
     return prompts
 
 
+def json_lines(argument: str, file: Path, limit: int | None = None) -> Iterator[tuple[int, Any]]:
+    """
+    The values of a `.jsonl` file, line by line; empty lines are passed over.
+
+    Args:
+        argument (`str`): what an error names.
+        file (`Path`): in UTF-8.
+        limit (`int`, *optional*): how many; by default all.
+
+    Returns:
+        Pairs of a line's number, from 1, and its value.
+
+    Raises:
+        `CommandError`: the file cannot be read, or a line is not JSON, or holds half a character.
+    """
+    count = 0
+    with reporting(f"{argument}: {file}"), open(file, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if count == limit:
+                return
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+                json.dumps(value, ensure_ascii=False).encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise CommandError(
+                    f"{argument}: {file}:{number} holds half of a surrogate pair, which is no character; take it out"
+                ) from error
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise CommandError(
+                    f"{argument}: {file}:{number} is not JSON ({error}); give one object a line"
+                ) from error
+            count += 1
+            yield number, value
+
+
 def check_writable(argument: str, path: str | None) -> None:
-    """Refuse a file whose folder is not there, before anything is measured."""
-    if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+    """Refuse a file whose folder is not there, or that is a folder itself, before anything is measured."""
+    if path is None:
+        return
+    place = Path(path).expanduser().absolute()
+    if not place.parent.is_dir():
         raise CommandError(f"{argument} {path!r}: its folder does not exist; create it first")
+    if place.is_dir():
+        raise CommandError(f"{argument} {path!r}: it is a folder; give a file")
 
 
 def check_plot(plot: str | None) -> None:
     """Refuse a plot that could not be drawn or written, before anything is measured."""
     check_writable("--plot", plot)
+    if plot is not None and Path(plot).suffix not in IMAGES:
+        raise CommandError(f"--plot {plot!r}: give a name that ends in {', '.join(IMAGES[1:])}")
+    _check_matplotlib(plot)
+
+
+def _check_matplotlib(plot: str | None) -> None:
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError(
             f"--plot {plot!r}: it needs matplotlib, which is not here; pip install 'dspark-hf[plots]' (in a checkout "
@@ -86,7 +131,9 @@ def check_plot_folder(plot: str | None) -> None:
     """The same for plots that go to a folder."""
     if plot is not None and Path(plot).expanduser().is_file():
         raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
-    check_plot(plot)
+    if plot is not None and not Path(plot).expanduser().absolute().parent.is_dir():
+        raise CommandError(f"--plot {plot!r}: its folder does not exist; create it first")
+    _check_matplotlib(plot)
 
 
 def write_results(output: str, results: dict[str, Any]) -> None:

@@ -29,6 +29,10 @@ _LAYER_PARTS = (
 )
 
 
+# What families call the width of their MLP.
+_MLP_SIZES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+
+
 def spread_taps(num_target_layers: int, taps: int) -> list[int]:
     """
     Layers to tap, evenly from the second to the third from the end.
@@ -103,7 +107,9 @@ def drafter_config(
     made = DSparkConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=next(
+            (size for name in _MLP_SIZES if (size := getattr(config, name, None))), 4 * config.hidden_size
+        ),
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -86,6 +86,8 @@ class Pair:
                 f"--chat: the tokenizer of {self.names[0]!r} has no chat template; leave --chat out to continue "
                 "the prompt as plain text"
             )
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise CommandError("--prompt: it holds half of a surrogate pair, which is no character; take it out")
         if has_template and chat is not False:
             turn = [{"role": "user", "content": prompt}]
             asked = {} if thinking is None else {THINKING: thinking}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .command_files import json_lines
 from .data import import_datasets
 from .loading import CommandError, reporting
 
@@ -75,30 +76,12 @@ def read_files(argument: str, paths: Sequence[str], limit: int | None, keep_resp
         for file in files:
             found = [
                 conversation(record, file.stem, f"{argument}: {file}:{number}", None, keep_responses)
-                for number, record in _lines(argument, file, limit)
+                for number, record in json_lines(argument, file, limit)
             ]
             if not found:
                 raise CommandError(f"{argument}: {file} has no prompts; give at least one line")
             prompts += found
     return prompts
-
-
-def _lines(argument: str, file: Path, limit: int | None) -> Iterator[tuple[int, Any]]:
-    count = 0
-    with reporting(f"{argument}: {file}"), open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if count == limit:
-                return
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise CommandError(
-                    f"{argument}: {file}:{number} is not JSON ({error}); give one object a line"
-                ) from error
-            count += 1
-            yield number, record
 
 
 def read_dataset(

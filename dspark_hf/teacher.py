@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from .compat import hidden_states_request
 from .modeling.borrowing import call_module
 from .target_outputs import read_taps, text_config
+
+
+logger = logging.getLogger(__name__)
+
+# A temporary file this old was left by a process that was killed.
+STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,9 @@ class Teacher:
 
 class FeatureCache:
     """
-    Hidden states of texts on disk, up to a bound; texts that come when it is full are computed anew each time. Files
-    are whole or not there, so it may be interrupted at any moment and used by several processes.
+    Hidden states of texts on disk, up to a bound; texts that come when it is full are computed anew each time, and so
+    are those whose file is damaged or gone. Files are whole or not there, so it may be interrupted at any moment and
+    used by several processes; each counts what it finds at its start and what it adds.
 
     Args:
         folder (`str` or `Path`): Made if need be.
@@ -138,6 +146,9 @@ class FeatureCache:
         described = f"{identity} {teacher.target.dtype} {teacher.layers}"
         self.folder = Path(folder).expanduser() / hashlib.sha256(described.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob("*.tmp"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                left.unlink(missing_ok=True)
         self.held_bytes = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
     def features(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> TargetFeatures:
@@ -145,19 +156,15 @@ class FeatureCache:
         lengths = attention_mask.sum(dim=1).tolist()
         texts = [ids[:length] for ids, length in zip(input_ids, lengths, strict=True)]
         files = [self.folder / f"{hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest()}.safetensors" for t in texts]
-        missing = [row for row, file in enumerate(files) if not file.exists()]
+        pieces = {row: piece for row, file in enumerate(files) if (piece := self._read(file)) is not None}
+        missing = [row for row in range(len(files)) if row not in pieces]
         if missing:
             longest = max(lengths[row] for row in missing)
             fresh = self.teacher.features(input_ids[missing, :longest], attention_mask[missing, :longest])
-            pieces = {
-                row: TargetFeatures(fresh.taps[at, : lengths[row]], fresh.last[at, : lengths[row]])
-                for at, row in enumerate(missing)
-            }
-            for row, piece in pieces.items():
-                self._add(files[row], piece)
-        else:
-            pieces = {}
-        rows = [pieces.get(row) or self._read(file) for row, file in enumerate(files)]
+            for at, row in enumerate(missing):
+                pieces[row] = TargetFeatures(fresh.taps[at, : lengths[row]], fresh.last[at, : lengths[row]])
+                self._add(files[row], pieces[row])
+        rows = [pieces[row] for row in range(len(files))]
         return TargetFeatures(
             *(
                 torch.nn.utils.rnn.pad_sequence([getattr(row, name) for row in rows], batch_first=True)
@@ -165,20 +172,32 @@ class FeatureCache:
             )
         )
 
-    def _read(self, file: Path) -> TargetFeatures:
-        with safe_open(file, framework="pt", device=str(self.teacher.target.device)) as tensors:
-            return TargetFeatures(tensors.get_tensor("taps"), tensors.get_tensor("last"))
+    def _read(self, file: Path) -> TargetFeatures | None:
+        device = self.teacher.target.device
+        try:
+            with safe_open(file, framework="pt", device="cpu" if device.type == "meta" else str(device)) as tensors:
+                return TargetFeatures(tensors.get_tensor("taps"), tensors.get_tensor("last"))
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError) as error:
+            logger.warning("%s is damaged (%s) and is made anew.", file, error)
+            file.unlink(missing_ok=True)
+            return None
 
     def _add(self, file: Path, piece: TargetFeatures) -> None:
         size = sum(part.numel() * part.element_size() for part in (piece.taps, piece.last))
         if self.held_bytes + size > self.max_bytes:
             return
-        handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-        os.close(handle)
+        temporary = self.folder / f"{file.stem}-{os.getpid()}.tmp"
         try:
             save_file({"taps": piece.taps.contiguous().cpu(), "last": piece.last.contiguous().cpu()}, temporary)
             os.replace(temporary, file)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            logger.warning("Hidden states are no longer kept in %s: %s", self.folder, error)
+            self.max_bytes = 0
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
-        self.held_bytes += size
+        else:
+            self.held_bytes += size

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -24,7 +24,7 @@ from .initialisation import (
 from .loading import DEMO, DTYPES, CommandError, check_source, load_target, reporting
 from .modeling import DSparkDraftModel
 from .target_outputs import text_config
-from .trainer import PROVENANCE_NAME, STATE_NAME, DSparkTrainer, inner_drafter, last_whole_checkpoint
+from .trainer import PROVENANCE_NAME, STATE_NAME, DSparkTrainer, inner_drafter, is_whole, last_whole_checkpoint
 from .training_arguments import DSparkTrainingArguments
 from .training_callbacks import DecodeEvaluation, plot_run
 
@@ -33,6 +33,11 @@ LORA_LAYERS = r"(fc|layers\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|d
 HEADS = ("markov_head", "confidence_head")
 # Of the training data: what is read of it, and what `dspark prepare-data` says of it.
 COLUMNS = ("input_ids", "loss_mask", "prompt")
+# Fields of a drafter's config that a run cannot change on its way.
+SHAPE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "target_layer_ids", "block_size", "mask_token_id"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "draft_vocab_size"),
+)
 PROVENANCE = "provenance.json"
 
 
@@ -106,26 +111,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class _OneLineParser(HfArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"{message} (see `dspark train --help`)")
+
+
 def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, DSparkTrainingArguments]:
     """The arguments by group; those of the command line come before those of `--config FILE`."""
-    parser = HfArgumentParser(
+    parser = _OneLineParser(
         (ModelArguments, DataArguments, DSparkTrainingArguments),
         prog="dspark train",
         description="Train a drafter. What follows the first two groups are the options of Transformers' Trainer.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML file with any of the options; the command line goes before it")
-    argv = list(argv)
-    config = _config_file(argv)
-    known = {action.dest for action in parser._actions}
-    unknown = sorted(config.keys() - known)
+    config = _config_file(list(argv))
+    unknown = sorted(map(str, config.keys() - {action.dest for action in parser._actions}))
     if unknown:
         raise CommandError(
             f"--config: it names {', '.join(unknown)}, which no option is called; see `dspark train -h`"
         )
-    parser.set_defaults(**config)
+    # As arguments in front of the others, so that the file's values are read and checked like theirs.
+    given = [text for name, value in config.items() for text in _as_arguments(name, value)]
     with reporting("the training's arguments"):
-        model_arguments, data_arguments, arguments, *rest = parser.parse_args_into_dataclasses(argv)
+        model_arguments, data_arguments, arguments, *_ = parser.parse_args_into_dataclasses([*given, *argv])
     return model_arguments, data_arguments, arguments
 
 
@@ -137,13 +148,23 @@ def _config_file(argv: list[str]) -> dict[str, Any]:
                 raise CommandError(f"--config {path[0] if path else ''!r}: there is no such file")
             try:
                 found = yaml.safe_load(Path(path[0]).read_text(encoding="utf-8"))
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
                 raise CommandError(f"--config {path[0]!r}: {' '.join(str(error).split())}") from error
             if not isinstance(found, dict):
                 raise CommandError(f"--config {path[0]!r}: it must hold one option a line, `name: value`")
-            # YAML reads 1e-4 as a text; the parser turns texts into what an option wants.
-            return {name: str(v) if isinstance(v, float) else v for name, v in found.items()}
+            return found
     return {}
+
+
+def _as_arguments(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return [f"--{name}", json.dumps(value)]
+    values = value if isinstance(value, list) else [value]
+    # YAML takes an unquoted `no`, which some options are set to, for a false one.
+    plain = ["no" if v is False and name.endswith("_strategy") else str(v) for v in values]
+    return [f"--{name}", *plain] if plain else []
 
 
 def train(
@@ -158,13 +179,19 @@ def train(
     check_source("--target", model_arguments.target)
     if model_arguments.drafter is not None:
         check_source("--drafter", model_arguments.drafter)
-    training, held_out, origin = read_data(data_arguments, arguments.data_seed or arguments.seed)
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    if not 0 <= arguments.seed < 2**32:
+        raise CommandError(f"--seed {arguments.seed}: it must be from 0 to 2^32 - 1")
+    if model_arguments.lora_rank < 0:
+        raise CommandError(f"--lora_rank {model_arguments.lora_rank}: it must be at least 0 (no adapters)")
+    training, held_out, origin = read_data(data_arguments, seed)
     set_seed(arguments.seed)
     target, source = load_target(
         model_arguments.target, model_arguments.dtype, model_arguments.device, model_arguments.threads
     )
     with reporting(f"--target {model_arguments.target!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
+    check_tokens(training, text_config(target).vocab_size)
     drafter = make_drafter(model_arguments, target, tokenizer, training)
     model = with_lora(drafter, model_arguments.lora_rank) if model_arguments.lora_rank else drafter
     provenance = {
@@ -177,21 +204,28 @@ def train(
         "started_from": model_arguments.drafter or model_arguments.initialise_from,
     }
     decoding = DecodeEvaluation(target, tokenizer, held_out, arguments.decode_samples, arguments.decode_tokens)
-    trainer = DSparkTrainer(
-        model=model,
-        args=arguments,
-        target=target,
-        train_dataset=training,
-        eval_dataset=held_out if len(held_out) else None,
-        decode=decoding if decoding.prompts else None,
-        provenance=provenance,
-    )
-    resume = arguments.resume_from_checkpoint or last_whole_checkpoint(arguments.output_dir)
+    with reporting("the training"):
+        try:
+            trainer = DSparkTrainer(
+                model=model,
+                args=arguments,
+                target=target,
+                train_dataset=training,
+                eval_dataset=held_out if len(held_out) else None,
+                decode=decoding if decoding.prompts else None,
+                provenance=provenance,
+            )
+        except RuntimeError as error:  # loggers that are not installed, for one
+            raise ValueError(error) from error
+    resume = arguments.resume_from_checkpoint
+    if resume in (None, "True", "true"):
+        resume = last_whole_checkpoint(arguments.output_dir)
     if resume is not None:
-        check_resumed(Path(resume), drafter, arguments.output_dir)
-        done = TrainerState.load_from_json(str(Path(resume) / STATE_NAME)).global_step
-        if 0 < arguments.max_steps <= done and (Path(arguments.output_dir) / PROVENANCE_NAME).is_file():
-            print(f"{arguments.output_dir} is at step {done} of {arguments.max_steps}: nothing is left to do")
+        if not is_whole(Path(resume)):
+            raise CommandError(f"--resume_from_checkpoint {resume!r}: it is no checkpoint that was saved whole")
+        check_resumed(Path(resume), drafter, provenance, arguments.output_dir)
+        if is_done(Path(resume), arguments):
+            print(f"{arguments.output_dir} holds a run that is done: nothing is left to do")
             return trainer
     trainer.train(resume_from_checkpoint=resume)
     if len(held_out):
@@ -209,24 +243,64 @@ def train(
     return trainer
 
 
-def check_resumed(checkpoint: Path, drafter: DSparkDraftModel, output_dir: str) -> None:
+def is_done(checkpoint: Path, arguments: DSparkTrainingArguments) -> bool:
+    """Whether a run has all its steps, or all its time, and has saved what came of it."""
+    if not (Path(arguments.output_dir) / PROVENANCE_NAME).is_file():
+        return False
+    step = TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
+    if arguments.time_limit is not None:
+        origin = json.loads((checkpoint / PROVENANCE_NAME).read_text(encoding="utf-8"))
+        return origin["seconds"] >= 60 * arguments.time_limit
+    return 0 < arguments.max_steps <= step
+
+
+def check_resumed(checkpoint: Path, drafter: DSparkDraftModel, provenance: dict[str, Any], output_dir: str) -> None:
     """
-    Refuse to go on with another drafter than a run was begun with.
+    Refuse to go on with another drafter, target or data than a run was begun with.
 
     Raises:
         [`CommandError`]: naming what differs.
     """
-    if not (checkpoint / "config.json").is_file():  # adapters
-        return
-    begun = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    now = drafter.config.to_dict()
-    names = ("draft_vocab_size", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type",
-             "enable_confidence_head", "target_layer_ids", "hidden_size", "vocab_size", "mask_token_id")  # fmt: skip
-    other = [f"{name} {begun.get(name)} there and {now[name]} here" for name in names if begun.get(name) != now[name]]
+    other = []
+    if (checkpoint / "config.json").is_file():  # adapters have none
+        begun = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        now = json.loads(json.dumps(drafter.config.to_dict()))
+        changed = [name for name in SHAPE if begun.get(name) != now[name]]
+        other = [f"{name} {begun.get(name)} there and {now[name]} here" for name in changed]
+    begun = json.loads((checkpoint / PROVENANCE_NAME).read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(provenance))
+    for name, words in (("target", "another target"), ("data", "other data"), ("started_from", "another start")):
+        if begun[name] != now[name]:
+            other.append(words)
     if other:
         raise CommandError(
-            f"--output_dir {output_dir!r}: it holds the run of another drafter ({'; '.join(other)}); give "
-            "another folder, or the options that it was begun with"
+            f"--output_dir {output_dir!r}: it holds the run of another drafter ({'; '.join(other)}); give another "
+            "folder, or the options that it was begun with"
+        )
+
+
+def check_tokens(samples: Any, vocab_size: int) -> None:
+    """
+    Refuse samples that cannot be trained on, before the training comes to them.
+
+    Raises:
+        [`CommandError`]: saying what is wrong with them.
+    """
+    supervised = 0
+    for number, (token_ids, mask) in enumerate(zip(samples["input_ids"], samples["loss_mask"], strict=True), start=1):
+        if len(token_ids) != len(mask):
+            raise CommandError(
+                f"--data: sample {number} has {len(token_ids)} `input_ids` and {len(mask)} entries in its `loss_mask`"
+            )
+        if not all(isinstance(token, int) and 0 <= token < vocab_size for token in token_ids):
+            raise CommandError(
+                f"--data: sample {number} has `input_ids` that are no tokens of the target, 0 to {vocab_size - 1}; "
+                "make the data with `dspark prepare-data` and the same target"
+            )
+        supervised += any(first and second for first, second in zip(mask, mask[1:], strict=False))
+    if not supervised:
+        raise CommandError(
+            "--data: no sample has two tokens in a row that the target wrote (`loss_mask`): there is nothing to learn"
         )
 
 
@@ -249,6 +323,9 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
         origins.append(json.loads(origin.read_text(encoding="utf-8")) if origin.is_file() else {"folder": folder})
     columns = [name for name in COLUMNS if all(name in part.column_names for part in parts)]
     samples = concatenate_datasets([part.select_columns(columns) for part in parts])
+    for name in ("max_held_out", "max_samples"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            raise CommandError(f"--{name} {getattr(arguments, name)}: it must be at least 1")
     if not 0 <= arguments.held_out < 1:
         raise CommandError(f"--held_out {arguments.held_out}: it must be at least 0 (train on everything) and below 1")
     training, held_out = samples, samples.select(())

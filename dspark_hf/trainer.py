@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from .files import write_json
 from .hub import push_drafter
 from .losses import BlockLosses, LossWeights, block_losses
 from .modeling import DSparkDraftModel
+from .target_outputs import text_config
 from .teacher import FeatureCache, Teacher
 from .training_arguments import DSparkTrainingArguments
 from .training_blocks import PackedContext, cut_blocks, draw_anchors
@@ -34,8 +37,11 @@ from .training_blocks import PackedContext, cut_blocks, draw_anchors
 
 PROVENANCE_NAME = "training.json"
 STATE_NAME = "trainer_state.json"
+ADAPTER_NAME = "adapter_model.safetensors"
 # What a decoding at an evaluation calls its results, before the way it decoded.
 LENGTH = "mean_acceptance_length"
+# What a target's config calls the most tokens of a text.
+POSITIONS = "max_position_embeddings"
 # Anchors of evaluations are drawn by a seed that no epoch has.
 _EVALUATION_SEED = 2**31 - 1
 
@@ -67,8 +73,9 @@ class BlockCollator:
                     f"A sample has {len(sample['input_ids'])} `input_ids` and {len(sample['loss_mask'])} entries in "
                     "its `loss_mask`; they must be of one length. Make the data with `dspark prepare-data`."
                 )
-        texts = [torch.tensor(sample["input_ids"][: self.max_length]) for sample in samples]
-        masks = [torch.tensor(sample["loss_mask"][: self.max_length]) for sample in samples]
+        # An empty text stands as one token that nothing is learnt from.
+        texts = [torch.tensor(sample["input_ids"][: self.max_length] or [0]) for sample in samples]
+        masks = [torch.tensor(sample["loss_mask"][: self.max_length] or [0]) for sample in samples]
         pad = torch.nn.utils.rnn.pad_sequence
         return {
             "input_ids": pad(texts, batch_first=True),
@@ -179,11 +186,12 @@ class DSparkTrainer(Trainer):
             )
         drafter = inner_drafter(model)
         check_fits(drafter, target)
+        positions = text_config(target)
         freeze(model, args.freeze)
         super().__init__(
             model=model,
             args=args,
-            data_collator=BlockCollator(args.max_length),
+            data_collator=BlockCollator(min(args.max_length, getattr(positions, POSITIONS, None) or args.max_length)),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -474,23 +482,32 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """A few numbers that tell one set of weights from another."""
-    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    picked = parameters[:: max(1, len(parameters) // 16)]
-    return " ".join(f"{parameter.detach().flatten()[:256].double().sum().item():.6e}" for parameter in picked)
+    """A hash of some values of each of a model's weights, which tells one set of them from another."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.device.type != "meta":  # where accelerate has offloaded it
+            values = tensor.detach().flatten()
+            values = values[:: max(1, len(values) // 64)].cpu().contiguous()
+            found.update(values.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was saved to its end; the Trainer writes its own state last."""
     try:
         TrainerState.load_from_json(str(checkpoint / STATE_NAME))
-        weights = checkpoint / SAFE_WEIGHTS_NAME
-        if weights.exists():
-            with safe_open(weights, framework="pt") as tensors:
+        weights = [checkpoint / name for name in (SAFE_WEIGHTS_NAME, ADAPTER_NAME) if (checkpoint / name).exists()]
+        for file in weights:
+            with safe_open(file, framework="pt") as tensors:
                 tensors.keys()
+        for file in checkpoint.glob("*.json"):
+            json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, SafetensorError):
         return False
-    return True
+    states = [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
+    sharded = any(checkpoint.glob("*.index.json")) or any(path.is_dir() for path in checkpoint.iterdir())
+    return bool(weights or sharded) and all(zipfile.is_zipfile(file) for file in states)
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -83,21 +84,24 @@ class DSparkTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True; the columns of the data are all read: leave it False.")
-        for name, least in (("num_anchors", 1), ("max_length", 2), ("chunk_slots", 1), ("decode_tokens", 1)):
+        whole = ("num_anchors", 1), ("max_length", 2), ("chunk_slots", 1), ("decode_tokens", 1), ("decode_samples", 0)
+        batches = ("per_device_train_batch_size", 1), ("per_device_eval_batch_size", 1)
+        for name, least in (*whole, *batches, ("gradient_accumulation_steps", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least {least}.")
-        for name in ("cross_entropy_weight", "total_variation_weight", "confidence_weight", "decode_samples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must not be negative.")
-        if self.loss_decay is not None and self.loss_decay <= 0:
+        # NaN is neither: hence the `not`.
+        for name in ("cross_entropy_weight", "total_variation_weight", "confidence_weight", "learning_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be a number of at least 0.")
+        if self.loss_decay is not None and not self.loss_decay > 0:
             raise ValueError(f"`loss_decay` is {self.loss_decay}; it must be above 0, or left out for the block size.")
         if self.time_limit is not None:
-            if self.time_limit <= 0:
+            if not self.time_limit > 0:
                 raise ValueError(f"`time_limit` is {self.time_limit}; it must be above 0 minutes.")
             if self.max_steps > 0:
                 raise ValueError(f"`time_limit` and `max_steps` ({self.max_steps}) are both given; leave one out.")
             self.num_train_epochs = EPOCHS_WITHOUT_END
-        if self.feature_cache_gb <= 0:
+        if not self.feature_cache_gb > 0:
             raise ValueError(f"`feature_cache_gb` is {self.feature_cache_gb}; it must be above 0.")
         unknown = sorted(set(self.freeze) - set(FREEZABLE))
         if unknown:

@@ -71,7 +71,7 @@ def draw_anchors(
     for row, places in enumerate(possible.cpu()):
         found = places.nonzero()[:, 0]
         if len(found) > num_anchors:
-            text = input_ids[row].cpu().numpy().tobytes()
+            text = input_ids[row, : found[-1] + 2].cpu().numpy().tobytes()  # without what fills up
             generator = torch.Generator().manual_seed(zlib.crc32(text, seed & 0xFFFFFFFF))
             found = found[torch.randperm(len(found), generator=generator)[:num_anchors].sort().values]
         drawn.append(found)

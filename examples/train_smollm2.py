@@ -83,7 +83,7 @@ def main() -> None:
     exclude = [*args.exclude, *([] if args.eval_prompts is None else [args.eval_prompts])]
 
     if args.synthesize is None:
-        # What the data's time has room for, with a fifth of it for the prompts: measured on two cores, guessed on a GPU.
+        # What there is time for, a fifth of it for the prompts: measured on two cores, guessed on a GPU.
         args.synthesize = max(8, int(args.data_minutes * (1000 if torch.cuda.is_available() else 40)))
     if not (data / "dataset_info.json").exists():
         prompts = ["--prompts", *args.prompts] if args.prompts else []

@@ -158,6 +158,34 @@ def test_module_runs_as_a_program():
     assert result.returncode == 2 and "--limit" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"prompt": "a\\ud800b"}', [":1 holds half of a surrogate pair"]),
+        ('{"prompt": "a"', [":1 is not JSON"]),
+        ("[" * 100_000, [":1 is not JSON"]),
+    ],
+)
+def test_lines_that_are_no_prompts_are_named(tmp_path, text, parts):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text + "\n")
+    with pytest.raises(loading.CommandError) as caught:
+        command_files.read_prompts(str(file))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}'.encode())
+    assert command_files.read_prompts(str(file)) == {"prompts": ["a\u2028b\x85c", "d"]}
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path):
+    with pytest.raises(loading.CommandError, match="--output .*is a folder"):
+        command_files.check_writable("--output", str(tmp_path))
+
+
 def test_a_cache_in_nobodys_home_is_named(monkeypatch):
     monkeypatch.setenv("DSPARK_CACHE", "~nobody-of-that-name/cache")
     with pytest.raises(ValueError, match="~nobody-of-that-name.*set DSPARK_CACHE"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import FIXTURES
 from tiny import character_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from dspark_hf import DSparkDraftModel, cli
 from dspark_hf.initialisation import (
@@ -89,7 +90,7 @@ def test_a_run_that_is_done_stays_as_it_is(folders, tmp_path, capsys):
     assert f"Written: {output}" in capsys.readouterr().out
     before = (output / "model.safetensors").read_bytes()
     assert cli.main(argv(folders, output, *saving)) == 0
-    assert f"{output} is at step 4 of 4: nothing is left to do" in capsys.readouterr().out
+    assert f"{output} holds a run that is done: nothing is left to do" in capsys.readouterr().out
     assert (output / "model.safetensors").read_bytes() == before and not (output / "checkpoint-5").exists()
 
 
@@ -174,6 +175,16 @@ def test_options_come_from_a_file_and_the_command_line_goes_before_it(tmp_path):
         (["--held_out", "1.5"], ["--held_out 1.5"]),
         (["--num_anchors", "0"], ["`num_anchors` is 0"]),
         (["--plot", "/no/where/run.png"], ["--plot '/no/where/run.png'", "does not exist"]),
+        (["--plot", "run.foo"], ["--plot 'run.foo'", ".png"]),
+        (["--plot", "/"], ["--plot '/'", "is a folder"]),
+        (["--max_samples", "0"], ["--max_samples 0", "at least 1"]),
+        (["--lora_rank", "-1"], ["--lora_rank -1"]),
+        (["--seed", "-1"], ["--seed -1"]),
+        (["--report_to", "foo"], ["foo"]),
+        (["--drafter", "demo"], ["vocab_size"]),
+        (["--resume_from_checkpoint", "/nope"], ["--resume_from_checkpoint '/nope'", "no checkpoint"]),
+        (["--freeze", "backbone", "markov_head", "confidence_head"], ["`freeze`", "nothing of this drafter"]),
+        (["--initialise_from", "Target"], ["--initialise_from", "invalid choice"]),
     ],
 )
 def test_bad_input_is_one_line(folders, tmp_path, capsys, more, parts):
@@ -182,6 +193,49 @@ def test_bad_input_is_one_line(folders, tmp_path, capsys, more, parts):
     assert message.startswith("dspark train: error:")
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 2, ["--data", "nothing to learn"]),
+        ([{"input_ids": [1, 200, 3], "loss_mask": [0, 1, 1]}] * 2, ["--data: sample 1", "0 to 95"]),
+        ([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}] * 2, ["--data: sample 1", "3 `input_ids` and 2"]),
+        ([{"input_ids": ["a", "b"], "loss_mask": [0, 1]}] * 2, ["--data: sample 1", "no tokens of the target"]),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_one_line(folders, tmp_path, capsys, rows, parts):
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "data")
+    given = argv(folders, tmp_path / "drafter", "--held_out", "0", "--data", str(tmp_path / "data"))
+    assert cli.main(given) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    for part in parts:
+        assert part in message
+
+
+def test_values_of_the_file_are_checked_like_those_of_the_command_line(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("initialise_from: Target\n")
+    assert cli.main(["train", "--config", str(file)]) == 2
+    assert "invalid choice: 'Target'" in capsys.readouterr().err
+    file.write_text("save_strategy: no\nfreeze: backbone\ndata: folder\nplot: null\nbf16: true\n")
+    _, data, training = parse(["--config", str(file)])
+    assert training.save_strategy == "no" and training.freeze == ["backbone"] and data.data == ["folder"]
+    assert training.bf16 and data.plot is None
+
+
+def test_other_data_is_not_gone_on_with(folders, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    saving = ("--save_strategy", "steps", "--save_steps", "4")
+    assert cli.main(argv(folders, output, *saving)) == 0
+    assert cli.main(argv(folders, output, *saving, "--initialise_from", "target")) == 2
+    assert "another start" in capsys.readouterr().err
+
+
+def test_a_drafter_for_a_family_with_other_names():
+    target = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, n_positions=32, vocab_size=96))
+    config = drafter_config(target, mask_token_id=95)
+    assert config.intermediate_size == 256 and config.num_target_layers == 4
 
 
 def test_an_unknown_name_in_the_file_is_named(tmp_path, capsys):

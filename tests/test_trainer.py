@@ -15,8 +15,16 @@ from torch.utils.data import Dataset
 
 import dspark_hf
 from dspark_hf import DSparkDraftModel, trainer
+from dspark_hf import teacher as teacher_module
 from dspark_hf.teacher import FeatureCache, Teacher
-from dspark_hf.trainer import BlockCollator, DSparkTrainer, freeze, is_whole, last_whole_checkpoint
+from dspark_hf.trainer import (
+    BlockCollator,
+    DSparkTrainer,
+    freeze,
+    is_whole,
+    last_whole_checkpoint,
+    weights_fingerprint,
+)
 from dspark_hf.training_arguments import DSparkTrainingArguments
 
 
@@ -255,6 +263,42 @@ def test_cached_features_are_those_of_the_target(target, samples, tmp_path):
     assert FeatureCache(tmp_path, teacher, "another", max_bytes=10**6).folder != cache.folder
 
 
+def test_a_damaged_file_of_the_cache_is_made_anew(target, samples, tmp_path, caplog):
+    teacher = Teacher(target, [-1, 0])
+    cache = FeatureCache(tmp_path, teacher, "tiny", max_bytes=10**6)
+    batch = BlockCollator(50)([samples[0], samples[1]])
+    wanted = cache.features(batch["input_ids"], batch["attention_mask"])
+    files = sorted(cache.folder.glob("*.safetensors"))
+    files[0].write_bytes(b"damaged")
+    files[1].unlink()
+    for _ in range(2):
+        found = cache.features(batch["input_ids"], batch["attention_mask"])
+        torch.testing.assert_close(found.last, wanted.last)
+    assert caplog.text.count("is damaged") == 1 and sorted(cache.folder.glob("*.safetensors")) == files
+
+
+def test_a_full_disk_ends_the_cache_and_not_the_training(target, samples, tmp_path, monkeypatch, caplog):
+    cache = FeatureCache(tmp_path, Teacher(target, [-1, 0]), "tiny", max_bytes=10**6)
+    batch = BlockCollator(50)([samples[0], samples[1]])
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(teacher_module, "save_file", full)
+    assert cache.features(batch["input_ids"], batch["attention_mask"]).last.shape[0] == 2
+    assert caplog.text.count("no longer kept") == 1 and not list(cache.folder.iterdir())
+
+
+def test_any_changed_weight_changes_the_fingerprint(target):
+    before = weights_fingerprint(target)
+    other = random_target(vocab_size=VOCAB, dtype=torch.float32)
+    assert weights_fingerprint(other) == before
+    for weight in other.parameters():
+        weight.data.mul_(1.5)
+        assert weights_fingerprint(other) != before
+        weight.data.div_(1.5)
+
+
 def test_training_from_cached_features_is_the_same(target, samples, tmp_path):
     weights = []
     for name, cache in (("plain", None), ("cached", str(tmp_path / "features"))):
@@ -325,6 +369,8 @@ def test_samples_are_filled_up_on_the_right_and_cut():
     assert batch["input_ids"].tolist() == [[5, 6, 0, 0], [1, 2, 3, 4]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch["loss_mask"].tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
+    empty = BlockCollator(4)([{"input_ids": [], "loss_mask": []}])
+    assert empty["input_ids"].tolist() == [[0]] and empty["loss_mask"].tolist() == [[0]]
     with pytest.raises(ValueError, match="2 `input_ids` and 1 entries"):
         BlockCollator(4)([{"input_ids": [5, 6], "loss_mask": [0]}])
 
@@ -335,6 +381,11 @@ def test_samples_are_filled_up_on_the_right_and_cut():
         ({"num_anchors": 0}, "`num_anchors` is 0"),
         ({"cross_entropy_weight": -1}, "`cross_entropy_weight` is -1"),
         ({"loss_decay": 0.0}, "`loss_decay` is 0"),
+        ({"loss_decay": math.nan}, "`loss_decay` is nan"),
+        ({"cross_entropy_weight": math.nan}, "`cross_entropy_weight` is nan"),
+        ({"learning_rate": -1.0}, "`learning_rate` is -1"),
+        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` is 0"),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` is 0"),
         ({"freeze": ["head"]}, r"`freeze` names \['head'\]"),
         ({"remove_unused_columns": True}, "`remove_unused_columns` is True"),
         ({"feature_cache_gb": 0.0}, "`feature_cache_gb` is 0"),

@@ -33,6 +33,9 @@ def test_anchors_depend_on_seed_and_text_alone():
     both, _ = draw_anchors(TEXTS, mask, num_anchors=5, seed=3)
     alone, _ = draw_anchors(TEXTS[1:], mask[1:], num_anchors=5, seed=3)
     assert torch.equal(both[1], alone[0])
+    padded = torch.cat([TEXTS[1:], torch.zeros(1, 7, dtype=torch.long)], dim=1)
+    longer, _ = draw_anchors(padded, torch.cat([mask[1:], torch.zeros(1, 7)], dim=1), num_anchors=5, seed=3)
+    assert torch.equal(longer[0], alone[0])
     assert torch.equal(both, both.sort(dim=1).values) and all(len(set(row)) == 5 for row in both.tolist())
     assert not torch.equal(both, draw_anchors(TEXTS, mask, num_anchors=5, seed=4)[0])
 
