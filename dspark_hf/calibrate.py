@@ -23,7 +23,7 @@ from .calibration import (
     position_metrics,
     scaled_survivals,
 )
-from .command_files import check_plot, check_writable, read_prompts
+from .command_files import check_parent, check_plot, check_writable, read_prompts
 from .files import write_json
 from .loading import DEMO, CommandError, Pair, generation_options, load_pair, regime, reporting, sampling_in_force
 from .reliability import ReliabilityRow, draw_reliability
@@ -145,7 +145,8 @@ def check_files(check: bool, output: str | None, plot: str | None, blocks: str |
     for argument, value in (("--output", output), ("--plot", plot), ("--blocks", blocks)):
         if check and value is not None:
             raise CommandError(f"{argument} {value!r}: --check writes nothing; leave one of the two out")
-        check_writable(argument, value)
+    check_parent("--output", output)
+    check_writable("--blocks", blocks)
     check_plot(plot)
 
 

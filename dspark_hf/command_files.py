@@ -100,14 +100,16 @@ def json_lines(argument: str, file: Path, limit: int | None = None) -> Iterator[
             yield number, value
 
 
-def check_writable(argument: str, path: str | None) -> None:
-    """Refuse a file whose folder is not there, or that is a folder itself, before anything is measured."""
-    if path is None:
-        return
-    place = Path(path).expanduser().absolute()
-    if not place.parent.is_dir():
+def check_parent(argument: str, path: str | None) -> None:
+    """Refuse a file or folder whose own folder is not there, before anything is measured."""
+    if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
         raise CommandError(f"{argument} {path!r}: its folder does not exist; create it first")
-    if place.is_dir():
+
+
+def check_writable(argument: str, path: str | None) -> None:
+    """The same of a file, which must not be a folder itself."""
+    check_parent(argument, path)
+    if path is not None and Path(path).expanduser().is_dir():
         raise CommandError(f"{argument} {path!r}: it is a folder; give a file")
 
 
@@ -131,8 +133,7 @@ def check_plot_folder(plot: str | None) -> None:
     """The same for plots that go to a folder."""
     if plot is not None and Path(plot).expanduser().is_file():
         raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
-    if plot is not None and not Path(plot).expanduser().absolute().parent.is_dir():
-        raise CommandError(f"--plot {plot!r}: its folder does not exist; create it first")
+    check_parent("--plot", plot)
     _check_matplotlib(plot)
 
 

@@ -114,6 +114,11 @@ def seconds_value(text: str) -> float:
     return within(text, float, "a number of seconds above 0", lambda value: 0 < value < float("inf"))
 
 
+def positive_minutes_value(text: str) -> float:
+    """A type of option: a number with bounds, or an error that says which."""
+    return within(text, float, "a number of minutes above 0", lambda value: 0 < value < float("inf"))
+
+
 def minutes_value(text: str) -> float:
     """A type of option: a number with bounds, or an error that says which."""
     return within(text, float, "a number of minutes of at least 0", lambda value: 0 <= value < float("inf"))

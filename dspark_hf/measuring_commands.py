@@ -14,9 +14,9 @@ from .command_options import (
     add_threshold,
     auc_value,
     calling,
-    minutes_value,
     non_negative_int,
     positive_int,
+    positive_minutes_value,
     probability_value,
     seconds_value,
     share_value,
@@ -212,7 +212,9 @@ def add_eval(commands: Commands) -> None:
         "--schedule", choices=SCHEDULES, default="constant", help="default: %(default)s, all drafts verified"
     )
     evaluate.add_argument("--threshold", type=threshold_value, help="of --schedule confidence; default: drafter's")
-    evaluate.add_argument("--time-limit", metavar="MINUTES", type=minutes_value, help="stop then; run again to go on")
+    evaluate.add_argument(
+        "--time-limit", metavar="MINUTES", type=positive_minutes_value, help="stop then; run again to go on"
+    )
     evaluate.add_argument("--output", metavar="FILE", help="write all numbers to this JSON file")
     evaluate.add_argument("--markdown", metavar="FILE", help="write the tables of a model card")
     evaluate.add_argument("--plot", metavar="FOLDER", help="draw acceptance, reliability and the temperature sweep")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat_format import ChatFormat
-from .command_files import check_writable
+from .command_files import check_parent
 from .data import QUANTILES, GroupStatistics, data_statistics, import_datasets, load_training_data
 from .data_folder import DataFolder
 from .loading import CommandError, check_source, reporting
@@ -143,7 +143,7 @@ def output_path(output: str) -> Path:
     Raises:
         `CommandError`: if it cannot be written, or holds something else.
     """
-    check_writable("--output", output)
+    check_parent("--output", output)
     path = Path(output).expanduser().absolute()
     ours = (path / "provenance.json").is_file()
     if path.exists() and not ours and (not path.is_dir() or any(path.iterdir())):
