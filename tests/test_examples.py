@@ -322,4 +322,6 @@ def test_training_speed():
     small = ["--rows", "1", "--length", "64", "--anchors", "4", "--steps", "1", "--threads", "1"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=300, check=True)
     plain, chunked, ratio = done.stdout.splitlines()
-    assert plain.split("loss ")[1] == chunked.split("loss ")[1] and float(ratio.split(": ")[1]) > 0
+    # In bfloat16, whose sums the two round at different places.
+    losses = [float(line.split("loss ")[1]) for line in (plain, chunked)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3) and float(ratio.split(": ")[1]) > 0
