@@ -183,15 +183,7 @@ def add_eval(commands: Commands) -> None:
         "same command.",
     )
     add_pair(evaluate)
-    evaluate.add_argument(
-        "--tasks",
-        help="separated by commas: names of sets, .jsonl files with the field 'prompt', or datasets as "
-        "NAME:SPLIT:COLUMN; default: all sets",
-    )
-    evaluate.add_argument("--prompts", metavar="FOLDER", help="sets, as .jsonl files; default: the bundled ones")
-    evaluate.add_argument("--limit", type=positive_int, help="prompts of each task; default: all")
-    evaluate.add_argument("--max-new-tokens", type=positive_int, default=128, help="default: %(default)s")
-    evaluate.add_argument("--batch-size", type=positive_int, default=8, help="default: %(default)s")
+    _add_sets(evaluate)
     evaluate.add_argument(
         "--temperature",
         dest="temperatures",
@@ -371,8 +363,8 @@ def add_ablate(commands: Commands) -> None:
     cost.set_defaults(run=_run_ablate)
 
 
-def _add_evaluated(part: argparse.ArgumentParser) -> None:
-    """Prompts by set, and how they are decoded."""
+def _add_sets(part: argparse.ArgumentParser) -> None:
+    """Prompts by set, and how far they are decoded."""
     part.add_argument(
         "--tasks",
         help="separated by commas: names of sets, .jsonl files with the field 'prompt', or datasets as "
@@ -382,6 +374,11 @@ def _add_evaluated(part: argparse.ArgumentParser) -> None:
     part.add_argument("--limit", type=positive_int, help="prompts of each set; default: all")
     part.add_argument("--max-new-tokens", type=positive_int, default=128, help="default: %(default)s")
     part.add_argument("--batch-size", type=positive_int, default=8, help="default: %(default)s")
+
+
+def _add_evaluated(part: argparse.ArgumentParser) -> None:
+    """Prompts by set, decoded at one temperature."""
+    _add_sets(part)
     part.add_argument("--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s")
     add_sampling(part)
 
