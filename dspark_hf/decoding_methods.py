@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .host_dflash import host_dflash
 from .loading import Pair
 from .schedule_options import drafter_schedule
 from .scheduling import SCHEDULES
@@ -20,17 +21,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN, DSPARK, PROMPT_LOOKUP = "plain generate", "DSpark", "prompt lookup"
-STATIC, COMPILED = "static cache", "torch.compile"
+STATIC, COMPILED, HOST_DFLASH = "static cache", "torch.compile", "Transformers' DFlash"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding: the arguments it adds to `generate`, and what must be in force around the call."""
+    """
+    A way of decoding.
+
+    Attributes:
+        name (`str`): For tables.
+        arguments (`dict`): What it adds to the arguments of `generate`.
+        surroundings (`Callable`): Makes a context that must be in force around the call.
+        speculative (`bool`): Whether it is DSpark, so that the drafter has statistics of the call.
+        unfit (`str`, *optional*): Why it cannot be run with this pair.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     speculative: bool = False
+    unfit: str | None = None
 
 
 def plain_method() -> Method:
@@ -67,7 +78,8 @@ def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) 
 
     Args:
         pair (`Pair`): Target and drafter.
-        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, and the schedules of a drafter.
+        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, `"dflash"`, and the schedules of a
+            drafter.
         prompt_lookup_tokens (`int`): `prompt_lookup_num_tokens`.
     """
     static = {"cache_implementation": "static"}
@@ -83,7 +95,18 @@ def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) 
         others[schedule] = Method(
             f"{DSPARK}, {schedule}", {"assistant_model": pair.drafter}, surroundings, speculative=True
         )
+    if "dflash" in names:
+        others["dflash"] = host_dflash_method(pair)
     return [others[name] for name in names]
+
+
+def host_dflash_method(pair: Pair) -> Method:
+    """Transformers' own DFlash path with the drafter's weights."""
+    try:
+        assistant = host_dflash(pair.drafter, pair.target)
+    except ValueError as error:
+        return Method(HOST_DFLASH, unfit=str(error))
+    return Method(HOST_DFLASH, {"assistant_model": assistant, "speculation_type": "dflash"})
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bench import format_number
+from .bench_report import format_number
 from .command_files import check_plot_folder, check_writable, read_prompts, write_results
 from .loading import DEMO, CommandError, Pair, check_source, load_pair, reporting
 

@@ -27,6 +27,11 @@ def call_module(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return module(inputs)
 
 
+def embedding_scale(embedding: nn.Module | None) -> float:
+    """The factor that an embedding has multiplied its output by, as Gemma's does; 1 for most."""
+    return getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
+
+
 class HeadRows:
     """
     Logits of some tokens from a target's head. Of a plain linear head the tokens' rows are selected once and kept, as

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .attention import grouped_attention
-from .borrowing import HeadRows, call_module
+from .borrowing import HeadRows, call_module, embedding_scale
 from .checkpoint_formats import find_reader
 from .checkpoint_loading import (
     HUB_ARGUMENTS,
@@ -516,10 +516,9 @@ class DSparkDraftModel(PreTrainedModel):
         embeds = call_module(embedding, token_ids)
         # A wrapper such as Gemma's has multiplied by a scale already, which the drafter's replaces. Both are rounded
         # to the embeddings' dtype, as Gemma does, so equal scales leave the wrapper's output untouched.
-        applied = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
         wanted, applied = (
             torch.tensor(float(scale), dtype=embeds.dtype, device="cpu").item()
-            for scale in (self.config.embedding_scale, applied)
+            for scale in (self.config.embedding_scale, embedding_scale(embedding))
         )
         if wanted != applied:
             embeds = embeds * (wanted / applied)
