@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from . import sampling
-from .modeling.modeling_dspark import DraftContext
+from .modeling.draft_context import DraftContext
 from .processing import ProcessorChain
 from .sampling import probabilities
 from .scheduling import Choice, Scheduler, survivals

@@ -132,7 +132,7 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
     """
     import torch
 
-    from .modeling.modeling_dspark import DraftContext
+    from .modeling.draft_context import DraftContext
 
     drafter, target = pair.drafter, pair.target
     config, device = drafter.config, drafter.device

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .modeling import DSparkConfig
-from .modeling.modeling_dspark import BackbonePass, visible
+from .modeling.draft_context import BackbonePass, visible
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.modeling.attention import grouped_attention
-from dspark_hf.modeling.modeling_dspark import DraftContext, DSparkRotaryEmbedding
+from dspark_hf.modeling.backbone import DSparkRotaryEmbedding
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 GEMMA4 = {

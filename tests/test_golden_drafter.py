@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import DEEPSPEC, load_drafter, load_golden
 
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 TOLERANCE = 1e-4

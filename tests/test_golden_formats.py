@@ -5,7 +5,7 @@ import torch
 from conftest import DFLASH, SPECULATORS, load_drafter, load_golden
 from test_golden_decodes import check
 
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -1,0 +1,125 @@
+"""What a drafter remembers of the rows it drafts for, and where the tokens of a pass go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .configuration_dspark import DSparkConfig
+from .slot_buffer import SlotBuffer
+
+
+@dataclass
+class BackbonePass:
+    """
+    Where the tokens of one backbone pass go: the new context of all rows, then the blocks of all rows.
+
+    Attributes:
+        positions (`torch.LongTensor` of shape `(tokens,)`): Their positions in the text.
+        row_index (`torch.LongTensor` of shape `(tokens,)`, *optional*): Their rows; `None` for a single row.
+        slots (`torch.LongTensor` of shape `(tokens,)` or `slice`): Their slots in the layers' buffers.
+        used (`int`): Slots in use afterwards.
+        masks (`dict[str, torch.Tensor | None]`): For each layer type, `(rows, 1, 1 or slots a row, used)`: True where
+            a block's slot sees a key.
+    """
+
+    positions: torch.Tensor
+    row_index: torch.Tensor | None
+    slots: torch.Tensor | slice
+    used: int
+    masks: dict[str, torch.Tensor | None]
+
+
+def visible(
+    config: DSparkConfig, layer_type: str, keys: torch.Tensor, queries: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """
+    Which keys a layer lets the slots of a block see, of the context before the anchor and the block itself.
+
+    Args:
+        config ([`DSparkConfig`]): Of the drafter.
+        layer_type (`str`): The layer's.
+        keys, queries, anchors (`torch.Tensor`, shapes that broadcast): Positions.
+
+    Returns:
+        `torch.BoolTensor`: Of the shape they broadcast to.
+    """
+    mask = keys <= queries if layer_type in config.causal_layer_types else keys < anchors + config.block_slots
+    if layer_type == "sliding_attention":
+        first = anchors if config.window_from_anchor else queries + 1
+        mask = mask & (keys >= first - config.sliding_window)
+    return mask
+
+
+class DraftContext:
+    """
+    What a drafter remembers of the rows it drafts for: the context's keys and values of each layer, computed once for
+    each accepted token.
+
+    Args:
+        config ([`DSparkConfig`]): Of the drafter.
+        starts (`Sequence[int]`): For each row the position of its first remembered token: 0, or the length of a
+            prefix whose hidden states are not known (a cache handed in by the user).
+        capacity (`int`): Slots a row to begin with.
+    """
+
+    def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128):
+        self.config = config
+        self.starts = list(starts)
+        self.lengths = [0] * len(self.starts)
+        self.layers = [SlotBuffer(len(self.starts), capacity) for _ in range(config.num_hidden_layers)]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep the rows whose indices are given, in that order."""
+        self.starts = [self.starts[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            device = None if layer.keys is None else layer.keys.device
+            layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
+
+    def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
+        """Lay out a pass that appends `context_lengths` tokens to the rows and runs a block behind each."""
+        held, starts = self.lengths, self.starts
+        totals = [before + new for before, new in zip(held, context_lengths, strict=True)]
+        used = max(totals) + block_slots
+        if len(totals) == 1:
+            slots = torch.arange(held[0], used, device=device)
+            row_index, positions, written = None, slots + starts[0], slice(held[0], used)
+        else:
+            token_rows, token_slots = [], []
+            for row, (before, total) in enumerate(zip(held, totals, strict=True)):
+                token_slots.extend(range(before, total))
+                token_rows.extend([row] * (total - before))
+            for row, total in enumerate(totals):
+                token_slots.extend(range(total, total + block_slots))
+                token_rows.extend([row] * block_slots)
+            row_index, written, row_starts = (
+                torch.tensor(values, device=device) for values in (token_rows, token_slots, starts)
+            )
+            positions = written + row_starts[row_index]
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer_type in set(self.config.layer_types):
+            masks[layer_type] = self._mask(layer_type, totals, used, block_slots, device)
+        return BackbonePass(positions, row_index, written, used, masks)
+
+    def advance(self, context_lengths: Sequence[int]) -> None:
+        """Remember the tokens that a pass appended; its blocks are forgotten."""
+        self.lengths = [held + new for held, new in zip(self.lengths, context_lengths, strict=True)]
+
+    def drafts(self, block: torch.Tensor) -> torch.Tensor:
+        """The slots of each row's block, in the second dimension, that are drafts."""
+        return block[:, self.config.block_slots - self.config.block_size :]
+
+    def _mask(
+        self, layer_type: str, totals: Sequence[int], used: int, block_slots: int, device: torch.device
+    ) -> torch.Tensor | None:
+        sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
+        causal = layer_type in self.config.causal_layer_types
+        if not sliding and not causal and min(totals) == max(totals):
+            return None
+        keys = torch.arange(used, device=device)
+        anchors = torch.tensor(totals, device=device)[:, None, None, None]
+        if not sliding and not causal:
+            return keys < anchors + block_slots
+        queries = anchors + torch.arange(block_slots, device=device)[:, None]
+        return visible(self.config, layer_type, keys, queries, anchors)
