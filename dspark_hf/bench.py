@@ -27,6 +27,7 @@ from .decoding_methods import (
     dspark_method,
     plain_method,
     synthetic_methods,
+    windowed_methods,
 )
 from .loading import CommandError, Pair, generation_options, load_pair
 from .timing import BareForwards, Call, bare_draft_seconds, bare_step_seconds, timed_generate, warm_up
@@ -84,7 +85,9 @@ def run_methods(
             for method in methods:
                 place = {"set": name, "prompt": index, "repetition": repetition, "method": method.name}
                 call = calls[method.name]
-                records.append(place | _record(call, calls[methods[0].name], bare(call.stats), method))
+                with method.surroundings():
+                    forwards = bare(call.stats)
+                records.append(place | _record(call, calls[methods[0].name], forwards, method))
             progress.write(_progress_line(name, index, calls, methods), file=sys.stderr)
     return records
 
@@ -141,7 +144,7 @@ def _bare_steps(
     one = bare_step_seconds(pair, text, context_length, 1)
 
     @functools.cache
-    def of_widths(verified: int, kept: int) -> BareForwards:
+    def of_widths(verified: int, kept: int, window: int | None) -> BareForwards:
         return BareForwards(
             one,
             bare_draft_seconds(pair, context_length, kept),
@@ -151,7 +154,8 @@ def _bare_steps(
     def of_call(stats: SpeculativeStats | None) -> BareForwards:
         if stats is None or stats.rounds == 0:
             return BareForwards(one, 0.0, one)
-        return of_widths(round(stats.verified / stats.rounds) + 1, round(stats.mean_acceptance_length))
+        window = getattr(pair.drafter.generation_config, "draft_context_window", None)
+        return of_widths(round(stats.verified / stats.rounds) + 1, round(stats.mean_acceptance_length), window)
 
     return of_call
 
@@ -200,6 +204,7 @@ def run(
     prompt_lookup_tokens: int = PROMPT_LOOKUP_TOKENS,
     methods: Sequence[str] = (),
     contexts: Sequence[int] = (),
+    draft_context_windows: Sequence[int] = (),
     synthetic: Sequence[float],
     output: str | None,
 ) -> int:
@@ -217,8 +222,10 @@ def run(
 
     from rich.console import Console
 
-    if methods and synthetic:
-        raise CommandError(f"--methods {' '.join(methods)}: not with --synthetic-acceptance; leave one of them out")
+    for name, values in (("methods", methods), ("draft-context-windows", draft_context_windows)):
+        if values and synthetic:
+            told = " ".join(map(str, values))
+            raise CommandError(f"--{name} {told}: not with --synthetic-acceptance; leave one of them out")
     pair = load_pair(target, drafter, dtype, device, threads)
     encoded = {name: [pair.encode(prompt) for prompt in texts] for name, texts in prompt_sets.items()}
     if contexts:
@@ -236,6 +243,7 @@ def run(
         ways += working
     else:
         ways += [Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}), dspark_method(pair)]
+    ways += windowed_methods(pair, draft_context_windows)
     console = Console()
     introduce(pair, console, bool(synthetic))
     for name, reason in left_out.items():

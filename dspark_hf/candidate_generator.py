@@ -68,6 +68,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         temperature (`float`): Of the call; the confidence is calibrated for it.
         keep_confidences (`bool`): Whether confidences are wanted whatever the schedule.
         synthetic ([`SyntheticAcceptance`], *optional*): Takes the place of the drafter's own confidence.
+        context_window (`int`, *optional*): Last positions before the anchor that a block sees; by default all.
 
     Raises:
         `ValueError`: if the drafter was not made for the target.
@@ -84,6 +85,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         temperature: float | None = None,
         keep_confidences: bool = False,
         synthetic: SyntheticAcceptance | None = None,
+        context_window: int | None = None,
     ):
         check_fits(drafter, target)
         config = drafter.config
@@ -99,7 +101,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.confidence_temperatures = torch.tensor(
             config.temperatures_for((1.0 if temperature is None else temperature) if do_sample else 0.0)
         )
-        self.context = DraftContext(config, starts)
+        self.context = DraftContext(config, starts, window=context_window)
         self.pending: list[list[torch.Tensor]] = [[] for _ in starts]
 
     def observe(self, taps: torch.Tensor, counts: Sequence[int]) -> None:

@@ -253,6 +253,7 @@ class _Run:
             temperature=self.config.temperature,
             keep_confidences=bool(self.config.return_dict_in_generate),
             synthetic=self.synthetic,
+            context_window=ScheduleOptions.of_call(self.drafter, self.config).context_window,
         )
         self.drafts.observe(prompt.taps, prompt.tap_counts)
         self.stats.seconds_prefill += clock.lap()

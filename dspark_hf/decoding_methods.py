@@ -12,7 +12,7 @@ import torch
 
 from .host_dflash import host_dflash
 from .loading import Pair
-from .schedule_options import drafter_schedule
+from .schedule_options import drafter_defaults, drafter_schedule
 from .scheduling import SCHEDULES
 from .synthetic import synthetic_acceptance
 
@@ -69,6 +69,24 @@ def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method
             speculative=True,
         )
         for probability in probabilities
+    ]
+
+
+def windowed_methods(pair: Pair, windows: Iterable[int]) -> list[Method]:
+    """DSpark whose drafter sees only the last positions before each block.
+
+    Args:
+        pair (`Pair`): target and drafter.
+        windows (`Iterable[int]`): how many of them, each at least 1.
+    """
+    return [
+        Method(
+            f"{DSPARK}, last {window}",
+            {"assistant_model": pair.drafter},
+            partial(drafter_defaults, pair.drafter, draft_context_window=window),
+            speculative=True,
+        )
+        for window in windows
     ]
 
 

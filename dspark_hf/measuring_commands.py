@@ -65,6 +65,15 @@ def add_bench(commands: Commands) -> None:
         help="prompts of N tokens each, other prompts before them; not with --batch-sizes",
     )
     bench.add_argument(
+        "--draft-context-windows",
+        metavar="N",
+        type=positive_int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="beside these: the drafter with draft_context_window N, seeing the last N positions; not with "
+        "--batch-sizes",
+    )
+    bench.add_argument(
         "--synthetic-acceptance",
         dest="synthetic",
         metavar="P",
@@ -283,7 +292,9 @@ def _run_bench(**arguments: object) -> int:
     """`dspark bench`: row by row, or on batches."""
     batched = "batch_sizes" in arguments
     for name in (
-        ("prompt_lookup_tokens", "methods", "contexts") if batched else ("schedules", "synthetic_auc", "markdown")
+        ("prompt_lookup_tokens", "methods", "contexts", "draft_context_windows")
+        if batched
+        else ("schedules", "synthetic_auc", "markdown")
     ):
         if name in arguments:
             value = arguments[name]

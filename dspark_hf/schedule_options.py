@@ -1,4 +1,4 @@
-"""What a call and its drafter say about scheduling, in the fields of a `GenerationConfig`."""
+"""What a call and its drafter say about drafting and scheduling, in the fields of a `GenerationConfig`."""
 
 import contextlib
 import copy
@@ -26,12 +26,15 @@ class ScheduleOptions:
         min_verify_length (`int`): Drafts of each row that are sent whatever they cost; by default 0.
         max_starved_rounds (`int`, *optional*): A row that was passed over in so many rounds, in which drafts of others
             were sent, gets one sent; by default none does.
+        context_window (`int`, *optional*): `draft_context_window`, positions before a block that the drafter sees; by
+            default all that its layers see.
     """
 
     schedule: str = "constant"
     threshold: float = 0.0
     min_verify_length: int = 0
     max_starved_rounds: int | None = None
+    context_window: int | None = None
 
     @classmethod
     def of_call(cls, drafter: Any, generation_config: GenerationConfig) -> "ScheduleOptions":
@@ -62,7 +65,8 @@ class ScheduleOptions:
         if threshold is None:
             threshold = defaults["assistant_confidence_threshold"]
         floor, patience = given("min_verify_length"), given("max_starved_rounds")
-        options = cls(schedule, threshold, 0 if floor is None else floor, patience)
+        window = given("draft_context_window")
+        options = cls(schedule, threshold, 0 if floor is None else floor, patience, window)
         options._check(drafter)
         return options
 
@@ -79,8 +83,9 @@ class ScheduleOptions:
         for name, value, least in (
             ("min_verify_length", self.min_verify_length, 0),
             ("max_starved_rounds", self.max_starved_rounds, 1),
+            ("draft_context_window", self.context_window, 1),
         ):
-            if name == "max_starved_rounds" and value is None:
+            if name != "min_verify_length" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
@@ -105,10 +110,17 @@ def drafter_schedule(drafter: Any, schedule: str, threshold: float | None) -> It
         schedule (`str`): One of `SCHEDULES`.
         threshold (`float`, *optional*): `assistant_confidence_threshold`, for `"confidence"`.
     """
+    with drafter_defaults(drafter, num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=threshold):
+        yield
+
+
+@contextlib.contextmanager
+def drafter_defaults(drafter: Any, **values: Any) -> Iterator[None]:
+    """Let fields of a drafter's `generation_config` have other values meanwhile."""
     own = drafter.generation_config
     drafter.generation_config = copy.deepcopy(own)
-    drafter.generation_config.num_assistant_tokens_schedule = schedule
-    drafter.generation_config.assistant_confidence_threshold = threshold
+    for name, value in values.items():
+        setattr(drafter.generation_config, name, value)
     try:
         yield
     finally:

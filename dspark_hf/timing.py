@@ -139,7 +139,8 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     width = len(config.target_layer_ids) * config.target_hidden_size
     block = drafter.block_tokens(torch.full((1,), config.mask_token_id, device=device))
-    context = DraftContext(config, [0], capacity=2 * context_length)
+    window = getattr(drafter.generation_config, "draft_context_window", None)
+    context = DraftContext(config, [0], 2 * context_length if window is None else 2 * window, window)
     times = []
     with torch.no_grad():
         for step in range(1 + BARE_STEPS):

@@ -153,6 +153,12 @@ class PackedContext:
         self.config, self.anchors, self.length = config, anchors, length
         self.layers = [_PackedKeys(len(anchors), length) for _ in range(config.num_hidden_layers)]
 
+    def narrow(
+        self, hidden_states: torch.Tensor, context_lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Nothing is left out: each text's early blocks see its beginning."""
+        return hidden_states, context_lengths
+
     def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
         """Lay out the pass; `block_slots` is the number of slots of all blocks of a row."""
         rows, blocks = self.anchors.shape

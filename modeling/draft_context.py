@@ -61,10 +61,16 @@ class DraftContext:
         starts (`Sequence[int]`): For each row the position of its first remembered token: 0, or the length of a
             prefix whose hidden states are not known (a cache handed in by the user).
         capacity (`int`): Slots a row to begin with.
+        window (`int`, *optional*): A block sees at most so many positions before its anchor, in every layer. What lies
+            before them is never projected, or forgotten. By default all that the layers' own windows leave.
     """
 
-    def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128):
+    def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128, window: int | None = None):
         self.config = config
+        windows = [] if window is None else [window]
+        if set(config.layer_types) == {"sliding_attention"}:
+            windows.append(config.sliding_window)
+        self.window = min(windows, default=None)
         self.starts = list(starts)
         self.lengths = [0] * len(self.starts)
         self.layers = [SlotBuffer(len(self.starts), capacity) for _ in range(config.num_hidden_layers)]
@@ -76,6 +82,36 @@ class DraftContext:
         for layer in self.layers:
             device = None if layer.keys is None else layer.keys.device
             layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
+
+    def narrow(self, hidden_states: torch.Tensor, context_lengths: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """
+        Leave out what no block is going to see: of the new positions, and of those held where moving the rest pays.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(sum(context_lengths), width)`): Of the new positions, row after
+                row.
+            context_lengths (`Sequence[int]`): How many of them belong to each row.
+
+        Returns:
+            Hidden states and lengths of those that are left.
+        """
+        if self.window is None:
+            return hidden_states, list(context_lengths)
+        kept = [min(new, self.window) for new in context_lengths]
+        for row, new in enumerate(context_lengths):
+            held = self.lengths[row]
+            stale = min(max(held + new - self.window, 0), held)
+            # As much is moved as is kept, at most a window: so much has to have come in between.
+            if stale == held or stale >= self.window:
+                for layer in self.layers:
+                    layer.drop_first(row, stale, held)
+                self.lengths[row] = held - stale
+                self.starts[row] += stale + new - kept[row]
+        if kept != list(context_lengths):
+            pieces = hidden_states.split(list(context_lengths))
+            tails = [piece[len(piece) - left :] for piece, left in zip(pieces, kept, strict=True)]
+            hidden_states = tails[0] if len(tails) == 1 else torch.cat(tails)
+        return hidden_states, kept
 
     def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
         """Lay out a pass that appends `context_lengths` tokens to the rows and runs a block behind each."""
@@ -115,11 +151,13 @@ class DraftContext:
     ) -> torch.Tensor | None:
         sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
         causal = layer_type in self.config.causal_layer_types
-        if not sliding and not causal and min(totals) == max(totals):
+        windowed = self.window is not None and max(totals) > self.window
+        if not sliding and not causal and not windowed and min(totals) == max(totals):
             return None
         keys = torch.arange(used, device=device)
         anchors = torch.tensor(totals, device=device)[:, None, None, None]
-        if not sliding and not causal:
-            return keys < anchors + block_slots
-        queries = anchors + torch.arange(block_slots, device=device)[:, None]
-        return visible(self.config, layer_type, keys, queries, anchors)
+        mask = keys < anchors + block_slots
+        if sliding or causal:
+            queries = anchors + torch.arange(block_slots, device=device)[:, None]
+            mask = visible(self.config, layer_type, keys, queries, anchors)
+        return mask & (keys >= anchors - self.window) if windowed else mask

@@ -230,7 +230,7 @@ class DSparkDraftModel(PreTrainedModel):
                 The target's tapped hidden states at positions accepted since the last pass, row after row.
             context_lengths (`Sequence[int]`): How many of them belong to each row.
             context ([`DraftContext`]): The rows' remembered context. Afterwards it holds every position strictly
-                before the rows' anchors.
+                before the rows' anchors, or the last ones if it has a window.
             objective (`Callable`, *optional*): Called with the output; what it returns is returned instead. Training
                 computes its loss in here, so that wrappers (DDP, FSDP) see the heads at work inside `forward`.
 
@@ -241,6 +241,7 @@ class DSparkDraftModel(PreTrainedModel):
         """
         assert sum(context_lengths) == len(context_hidden_states)
         block_slots = noise_embeds.shape[1]
+        context_hidden_states, context_lengths = context.narrow(context_hidden_states, context_lengths)
         features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
         step = context.plan(context_lengths, block_slots, noise_embeds.device)
         rotary = self.rotary(step.positions, noise_embeds.dtype)

@@ -49,6 +49,12 @@ class SlotBuffer:
         """The first `used` slots of every row: two views of shape `(rows, key_heads, used, head_dim)`."""
         return self.keys[:, :, :used], self.values[:, :, :used]
 
+    def drop_first(self, row: int, count: int, length: int) -> None:
+        """Forget the first `count` of the `length` positions a row holds; the others move to the front."""
+        if count and count < length:
+            for buffer in (self.keys, self.values):
+                buffer[row, :, : length - count] = buffer[row, :, count:length].clone()
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows whose indices are given, in that order."""
         self.rows = len(rows)
