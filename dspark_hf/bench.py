@@ -24,13 +24,21 @@ from .decoding_methods import (
     Method,
     at_contexts,
     chosen_methods,
+    drafting_methods,
     dspark_method,
     plain_method,
     synthetic_methods,
-    windowed_methods,
 )
 from .loading import CommandError, Pair, generation_options, load_pair
-from .timing import BareForwards, Call, bare_draft_seconds, bare_step_seconds, timed_generate, warm_up
+from .timing import (
+    BareForwards,
+    Call,
+    bare_draft_seconds,
+    bare_step_seconds,
+    drafting_options,
+    timed_generate,
+    warm_up,
+)
 
 
 if TYPE_CHECKING:
@@ -144,7 +152,7 @@ def _bare_steps(
     one = bare_step_seconds(pair, text, context_length, 1)
 
     @functools.cache
-    def of_widths(verified: int, kept: int, window: int | None) -> BareForwards:
+    def of_widths(verified: int, kept: int, drafting: tuple[int | None, int | None]) -> BareForwards:
         return BareForwards(
             one,
             bare_draft_seconds(pair, context_length, kept),
@@ -154,8 +162,8 @@ def _bare_steps(
     def of_call(stats: SpeculativeStats | None) -> BareForwards:
         if stats is None or stats.rounds == 0:
             return BareForwards(one, 0.0, one)
-        window = getattr(pair.drafter.generation_config, "draft_context_window", None)
-        return of_widths(round(stats.verified / stats.rounds) + 1, round(stats.mean_acceptance_length), window)
+        verified, kept = round(stats.verified / stats.rounds) + 1, round(stats.mean_acceptance_length)
+        return of_widths(verified, kept, drafting_options(pair.drafter))
 
     return of_call
 
@@ -205,6 +213,7 @@ def run(
     methods: Sequence[str] = (),
     contexts: Sequence[int] = (),
     draft_context_windows: Sequence[int] = (),
+    draft_top_k: Sequence[int] = (),
     synthetic: Sequence[float],
     output: str | None,
 ) -> int:
@@ -222,7 +231,8 @@ def run(
 
     from rich.console import Console
 
-    for name, values in (("methods", methods), ("draft-context-windows", draft_context_windows)):
+    named = {"methods": methods, "draft-context-windows": draft_context_windows, "draft-top-k": draft_top_k}
+    for name, values in named.items():
         if values and synthetic:
             told = " ".join(map(str, values))
             raise CommandError(f"--{name} {told}: not with --synthetic-acceptance; leave one of them out")
@@ -243,7 +253,7 @@ def run(
         ways += working
     else:
         ways += [Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}), dspark_method(pair)]
-    ways += windowed_methods(pair, draft_context_windows)
+    ways += drafting_methods(pair, draft_context_windows, draft_top_k)
     console = Console()
     introduce(pair, console, bool(synthetic))
     for name, reason in left_out.items():

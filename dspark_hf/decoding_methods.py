@@ -72,21 +72,24 @@ def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method
     ]
 
 
-def windowed_methods(pair: Pair, windows: Iterable[int]) -> list[Method]:
-    """DSpark whose drafter sees only the last positions before each block.
+def drafting_methods(pair: Pair, windows: Iterable[int], top_ks: Iterable[int]) -> list[Method]:
+    """DSpark with a drafter that sees only the last positions before a block, or drafts among a few tokens.
 
     Args:
         pair (`Pair`): target and drafter.
-        windows (`Iterable[int]`): how many of them, each at least 1.
+        windows (`Iterable[int]`): values of `draft_context_window`.
+        top_ks (`Iterable[int]`): values of `draft_top_k`.
     """
+    values = [(f"last {window}", {"draft_context_window": window}) for window in windows]
+    values += [(f"top {top_k}", {"draft_top_k": top_k}) for top_k in top_ks]
     return [
         Method(
-            f"{DSPARK}, last {window}",
+            f"{DSPARK}, {name}",
             {"assistant_model": pair.drafter},
-            partial(drafter_defaults, pair.drafter, draft_context_window=window),
+            partial(drafter_defaults, pair.drafter, **options),
             speculative=True,
         )
-        for window in windows
+        for name, options in values
     ]
 
 

@@ -74,6 +74,14 @@ def add_bench(commands: Commands) -> None:
         "--batch-sizes",
     )
     bench.add_argument(
+        "--draft-top-k",
+        metavar="K",
+        type=positive_int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="beside these: the drafter with draft_top_k K, drafting among K tokens a slot; not with --batch-sizes",
+    )
+    bench.add_argument(
         "--synthetic-acceptance",
         dest="synthetic",
         metavar="P",
@@ -292,7 +300,7 @@ def _run_bench(**arguments: object) -> int:
     """`dspark bench`: row by row, or on batches."""
     batched = "batch_sizes" in arguments
     for name in (
-        ("prompt_lookup_tokens", "methods", "contexts", "draft_context_windows")
+        ("prompt_lookup_tokens", "methods", "contexts", "draft_context_windows", "draft_top_k")
         if batched
         else ("schedules", "synthetic_auc", "markdown")
     ):

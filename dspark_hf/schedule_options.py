@@ -28,6 +28,8 @@ class ScheduleOptions:
             were sent, gets one sent; by default none does.
         context_window (`int`, *optional*): `draft_context_window`, positions before a block that the drafter sees; by
             default all that its layers see.
+        top_k (`int`, *optional*): `draft_top_k`, tokens of each slot, those that the drafter's backbone ranks highest,
+            that its sequential head corrects and that can be drafted; by default all.
     """
 
     schedule: str = "constant"
@@ -35,6 +37,7 @@ class ScheduleOptions:
     min_verify_length: int = 0
     max_starved_rounds: int | None = None
     context_window: int | None = None
+    top_k: int | None = None
 
     @classmethod
     def of_call(cls, drafter: Any, generation_config: GenerationConfig) -> "ScheduleOptions":
@@ -65,8 +68,8 @@ class ScheduleOptions:
         if threshold is None:
             threshold = defaults["assistant_confidence_threshold"]
         floor, patience = given("min_verify_length"), given("max_starved_rounds")
-        window = given("draft_context_window")
-        options = cls(schedule, threshold, 0 if floor is None else floor, patience, window)
+        window, top_k = given("draft_context_window"), given("draft_top_k")
+        options = cls(schedule, threshold, 0 if floor is None else floor, patience, window, top_k)
         options._check(drafter)
         return options
 
@@ -84,6 +87,7 @@ class ScheduleOptions:
             ("min_verify_length", self.min_verify_length, 0),
             ("max_starved_rounds", self.max_starved_rounds, 1),
             ("draft_context_window", self.context_window, 1),
+            ("draft_top_k", self.top_k, 1),
         ):
             if name != "min_verify_length" and value is None:
                 continue

@@ -15,6 +15,7 @@ from .loading import Pair, reporting
 if TYPE_CHECKING:
     import torch
 
+    from .modeling import DSparkDraftModel
     from .statistics import SpeculativeStats
 
 BARE_STEPS = 12
@@ -119,6 +120,12 @@ def bare_step_seconds(pair: Pair, token_ids: Sequence[int], context_length: int,
     return statistics.median(times)
 
 
+def drafting_options(drafter: DSparkDraftModel) -> tuple[int | None, int | None]:
+    """`draft_context_window` and `draft_top_k` of a drafter's defaults, which change what a draft costs."""
+    options = drafter.generation_config
+    return getattr(options, "draft_context_window", None), getattr(options, "draft_top_k", None)
+
+
 def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> float:
     """Median time of a bare greedy draft: one backbone pass and the sequential loop, without the engine around it.
 
@@ -139,7 +146,7 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     width = len(config.target_layer_ids) * config.target_hidden_size
     block = drafter.block_tokens(torch.full((1,), config.mask_token_id, device=device))
-    window = getattr(drafter.generation_config, "draft_context_window", None)
+    window, top_k = drafting_options(drafter)
     context = DraftContext(config, [0], 2 * context_length if window is None else 2 * window, window)
     times = []
     with torch.no_grad():
@@ -149,7 +156,7 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
             _synchronize(pair)
             begin = time.perf_counter()
             hidden = drafter(drafter.embed(block, embedding), taps, [length], context)
-            drafter.draft(hidden, block[:, 0], head)
+            drafter.draft(hidden, block[:, 0], head, top_k=top_k)
             _synchronize(pair)
             times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])

@@ -59,7 +59,7 @@ class HeadRows:
         Returns:
             `torch.Tensor` of shape `(..., draft_vocab_size)`.
         """
-        if not _is_plain(head):
+        if not is_plain_linear(head):
             output = call_module(head, hidden_states)
             return output.index_select(-1, token_ids.to(output.device))
         weight, bias = self._rows(head, token_ids)
@@ -87,8 +87,11 @@ class HeadRows:
         return rows
 
 
-def _is_plain(head: nn.Module) -> bool:
-    """Whether a head is a linear map and no more: not quantised, sharded, offloaded, adapted or hooked."""
+def is_plain_linear(head: nn.Module) -> bool:
+    """
+    Whether a head is a linear map and no more, whose rows can be taken by themselves: not quantised, sharded,
+    offloaded, adapted or hooked.
+    """
     return (
         type(head) is nn.Linear
         and type(head.weight) is nn.Parameter

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from .borrowing import is_plain_linear
 from .configuration_dspark import DSparkConfig
 
 
@@ -52,6 +53,24 @@ class DSparkMarkovHead(nn.Module):
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+    def correction(self, features: torch.Tensor, places: torch.LongTensor | None = None) -> torch.Tensor:
+        """
+        The bias of one slot.
+
+        Args:
+            features (`torch.Tensor` of shape `(rows, rank)`): As [`features`] returns them.
+            places (`torch.LongTensor` of shape `(rows, tokens)`, *optional*): Of the tokens that it is wanted for,
+                among those drafted. Defaults to all.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, tokens)`.
+        """
+        if places is None:
+            return self.markov_w2(features)
+        if not is_plain_linear(self.markov_w2):
+            return self.markov_w2(features).gather(1, places)
+        return torch.matmul(self.markov_w2.weight[places], features[..., None]).squeeze(-1)
 
     def block_features(self, previous: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """

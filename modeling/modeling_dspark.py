@@ -54,6 +54,14 @@ class DraftOutput:
     confidence_logits: torch.Tensor | None
 
 
+def tokens_at(ids: torch.LongTensor | None, places: torch.LongTensor) -> torch.LongTensor:
+    """The tokens at `places`, `(rows,)`, among those that a slot's logits are of, as [`DSparkDraftModel.draft`] hands
+    them out."""
+    if ids is None:
+        return places
+    return ids[places] if ids.dim() == 1 else ids.gather(1, places[:, None]).squeeze(1)
+
+
 class LastCall(threading.local):
     """Statistics of each thread's last call; they go with the thread, and a copy of the drafter starts without."""
 
@@ -257,8 +265,9 @@ class DSparkDraftModel(PreTrainedModel):
         hidden_states: torch.Tensor,
         anchors: torch.LongTensor,
         target_lm_head: nn.Module | None = None,
-        select: Callable[[int, torch.Tensor], torch.LongTensor] | None = None,
+        select: Callable[[int, torch.Tensor, torch.LongTensor | None], torch.LongTensor] | None = None,
         slots: int | None = None,
+        top_k: int | None = None,
     ) -> DraftOutput:
         """
         Draw a block left to right: each token's logits are the base logits plus the sequential head's correction for
@@ -268,17 +277,24 @@ class DSparkDraftModel(PreTrainedModel):
             hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): Output of the backbone.
             anchors (`torch.LongTensor` of shape `(rows,)`): The token each block starts from.
             target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
-            select (`Callable`, *optional*): Called with the slot and its logits of shape `(rows, vocab_size)`, or
-                `(rows, draft_vocab_size)` for the tokens `d2t` of a reduced vocabulary, returns the drawn tokens (the
-                target's, as all tokens are) of shape `(rows,)`. Defaults to the argmax.
+            select (`Callable`, *optional*): Called with the slot, its logits of shape `(rows, tokens)` and the tokens
+                that they are of: `None` for all, increasing ids of shape `(tokens,)` for a reduced vocabulary, or
+                `(rows, tokens)` with `top_k`. Returns the drawn tokens (the target's, as all tokens are) of shape
+                `(rows,)`. Defaults to the argmax.
             slots (`int`, *optional*): How many of the block's slots are drawn, from the first on. Defaults to all.
+            top_k (`int`, *optional*): Only the tokens with the highest base logits of each slot are corrected and can
+                be drawn. Defaults to all.
 
         Returns:
             [`DraftOutput`].
         """
         select = select or self._most_likely
         hidden_states = hidden_states[:, :slots]
-        base = self.base_logits(hidden_states, target_lm_head)
+        base, places, ids = self.base_logits(hidden_states, target_lm_head), None, self.d2t
+        if top_k is not None and top_k < base.shape[-1]:
+            places = base.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values  # (rows, slots, top_k)
+            base = base.gather(-1, places)
+            ids = places if self.d2t is None else self.d2t[places]
         head = self.markov_head
         state = head.initial_state(hidden_states) if head is not None else None
         previous, tokens = anchors, []
@@ -286,15 +302,15 @@ class DSparkDraftModel(PreTrainedModel):
             logits = base[:, slot]
             if head is not None:
                 features, state = head.features(previous, hidden_states[:, slot], state)
-                logits = logits + head.markov_w2(features)
-            previous = select(slot, logits)
+                logits = logits + head.correction(features, None if places is None else places[:, slot])
+            previous = select(slot, logits, ids if places is None else ids[:, slot])
             tokens.append(previous)
         tokens = torch.stack(tokens, dim=1)
         return DraftOutput(tokens, self.confidence_logits(hidden_states, anchors, tokens))
 
-    def _most_likely(self, slot: int, logits: torch.Tensor) -> torch.LongTensor:
-        chosen = logits.argmax(dim=-1)
-        return chosen if self.d2t is None else self.d2t[chosen]
+    @staticmethod
+    def _most_likely(slot: int, logits: torch.Tensor, ids: torch.LongTensor | None) -> torch.LongTensor:
+        return tokens_at(ids, logits.argmax(dim=-1))
 
     def confidence_logits(
         self, hidden_states: torch.Tensor, anchors: torch.LongTensor, tokens: torch.LongTensor

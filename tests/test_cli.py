@@ -19,7 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 
 # What `dspark bench` takes only without --batch-sizes.
-BENCH_ONLY = "--prompt-lookup-tokens 3 --methods static --contexts 9 --draft-context-windows 4".split()
+BENCH_ONLY = "--prompt-lookup-tokens 3 --methods static --contexts 9 --draft-context-windows 4 --draft-top-k 5".split()
 BAD_INPUT = [
     (["generate", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0"]),
     (["generate", "--prompt", "x", "--temperature", "nan"], ["--temperature", "nan", "at least 0"]),

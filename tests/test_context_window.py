@@ -71,10 +71,20 @@ def test_the_bench_sets_windows_beside_the_whole_context(tiny_target, tmp_path, 
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the box holds 17 "}\n{"prompt": "a baker makes 6 "}\n')
     pair = ["--target", str(tmp_path / "target"), "--drafter", str(FIXTURES / "deepspec-vanilla" / "drafter")]
     how = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "8", "--repetitions", "1"]
-    windows = ["--contexts", "60", "--draft-context-windows", "4", "30", "--output", str(tmp_path / "out.json")]
+    windows = [
+        "--contexts",
+        "60",
+        "--draft-context-windows",
+        "4",
+        "30",
+        "--draft-top-k",
+        "5",
+        "--output",
+        str(tmp_path / "out.json"),
+    ]
     assert cli.main(["bench", *pair, *how, *windows]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    assert {"DSpark", "DSpark, last 4", "DSpark, last 30"} <= set(found["summary"]["context 60"])
+    assert {"DSpark", "DSpark, last 4", "DSpark, last 30", "DSpark, top 5"} <= set(found["summary"]["context 60"])
     assert all(call["same_text"] for call in found["calls"])
     assert cli.main(["bench", *pair, "--batch-sizes", "2", "--draft-context-windows", "4"]) == 2
     assert "--draft-context-windows 4: not with --batch-sizes" in capsys.readouterr().err

@@ -504,7 +504,7 @@ def test_logits_follow_the_tokens_drawn_before(head):
     drawn = torch.tensor([[3, 8, 8, 1], [30, 2, 36, 0]])
     seen = []
 
-    def forced(slot: int, logits: torch.Tensor) -> torch.Tensor:
+    def forced(slot: int, logits: torch.Tensor, ids: None) -> torch.Tensor:
         seen.append(logits)
         return drawn[:, slot]
 
@@ -556,7 +556,7 @@ def test_confidence_of_a_slot_does_not_see_its_own_token(changed):
     other = drawn.clone()
     other[0, changed] = 20
     first, second = (
-        drafter.draft(hidden, torch.tensor([7]), select=lambda slot, logits, t=tokens: t[:, slot]).confidence_logits[0]
+        drafter.draft(hidden, torch.tensor([7]), select=lambda slot, *_, t=tokens: t[:, slot]).confidence_logits[0]
         for tokens in (drawn, other)
     )
     assert torch.equal(first[: changed + 1], second[: changed + 1])

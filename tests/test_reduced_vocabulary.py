@@ -86,7 +86,7 @@ def test_logits_are_those_of_its_tokens(head, owned):
     seen: list[list[torch.Tensor]] = [[], []]
 
     def forced(logits_of: list[torch.Tensor]):
-        def choose(slot: int, logits: torch.Tensor) -> torch.Tensor:
+        def choose(slot: int, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
             logits_of.append(logits)
             return torch.tensor([[7, 3], [4, 0]])[slot]
 
