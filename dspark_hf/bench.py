@@ -18,6 +18,7 @@ from .bench_report import print_tables, round_costs, summarise
 from .command_files import check_writable, read_prompts, write_results
 from .decoding_methods import (
     COMPILED,
+    COMPILED_DRAFTER,
     HOST_DFLASH,
     PROMPT_LOOKUP,
     STATIC,
@@ -35,7 +36,6 @@ from .timing import (
     Call,
     bare_draft_seconds,
     bare_step_seconds,
-    drafting_options,
     timed_generate,
     warm_up,
 )
@@ -94,7 +94,7 @@ def run_methods(
                 place = {"set": name, "prompt": index, "repetition": repetition, "method": method.name}
                 call = calls[method.name]
                 with method.surroundings():
-                    forwards = bare(call.stats)
+                    forwards = bare(call.stats, method)
                 records.append(place | _record(call, calls[methods[0].name], forwards, method))
             progress.write(_progress_line(name, index, calls, methods), file=sys.stderr)
     return records
@@ -117,7 +117,7 @@ def working_methods(
         try:
             warm_up(pair, inputs, [method], options)
         except (CommandError, RuntimeError, TypeError, NotImplementedError, LookupError, AttributeError) as error:
-            if method.name not in (STATIC, COMPILED, HOST_DFLASH):
+            if method.name not in (STATIC, COMPILED, HOST_DFLASH, COMPILED_DRAFTER):
                 raise
             reasons[method.name] = " ".join(str(error).split())[:300]
         else:
@@ -144,26 +144,26 @@ def check_lengths(pair: Pair, encoded: dict[str, list[dict[str, torch.Tensor]]],
 
 def _bare_steps(
     pair: Pair, inputs: dict[str, torch.Tensor], calls: dict[str, Call], methods: Sequence[Method]
-) -> Callable[[SpeculativeStats | None], BareForwards]:
-    """Bare forwards at the middle of what was generated, by the statistics of a call."""
+) -> Callable[[SpeculativeStats | None, Method], BareForwards]:
+    """Bare forwards at the middle of what was generated, by a call's statistics and method, which is in force."""
     prompt = inputs["input_ids"][0].tolist()
     text = prompt + calls[methods[0].name].new_token_ids
     context_length = (len(prompt) + len(text)) // 2
     one = bare_step_seconds(pair, text, context_length, 1)
 
     @functools.cache
-    def of_widths(verified: int, kept: int, drafting: tuple[int | None, int | None]) -> BareForwards:
+    def of_widths(verified: int, kept: int, method: str) -> BareForwards:
         return BareForwards(
             one,
             bare_draft_seconds(pair, context_length, kept),
             bare_step_seconds(pair, text, context_length, verified),
         )
 
-    def of_call(stats: SpeculativeStats | None) -> BareForwards:
+    def of_call(stats: SpeculativeStats | None, method: Method) -> BareForwards:
         if stats is None or stats.rounds == 0:
             return BareForwards(one, 0.0, one)
         verified, kept = round(stats.verified / stats.rounds) + 1, round(stats.mean_acceptance_length)
-        return of_widths(verified, kept, drafting_options(pair.drafter))
+        return of_widths(verified, kept, method.name)
 
     return of_call
 

@@ -105,7 +105,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.confidence_temperatures = torch.tensor(
             config.temperatures_for((1.0 if temperature is None else temperature) if do_sample else 0.0)
         )
-        self.context = DraftContext(config, starts, window=context_window)
+        self.context = DraftContext(
+            config, starts, window=context_window, compile_config=drafter.generation_config.compile_config
+        )
         self.pending: list[list[torch.Tensor]] = [[] for _ in starts]
 
     def observe(self, taps: torch.Tensor, counts: Sequence[int]) -> None:

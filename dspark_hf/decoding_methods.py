@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import CompileConfig
 
 from .host_dflash import host_dflash
 from .loading import Pair
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PLAIN, DSPARK, PROMPT_LOOKUP = "plain generate", "DSpark", "prompt lookup"
 STATIC, COMPILED, HOST_DFLASH = "static cache", "torch.compile", "Transformers' DFlash"
+COMPILED_DRAFTER = f"{DSPARK}, compiled"
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) 
 
     Args:
         pair (`Pair`): Target and drafter.
-        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, `"dflash"`, and the schedules of a
-            drafter.
+        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, `"dflash"`, `"compiled-drafter"`, and the
+            schedules of a drafter.
         prompt_lookup_tokens (`int`): `prompt_lookup_num_tokens`.
     """
     static = {"cache_implementation": "static"}
@@ -109,6 +111,12 @@ def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) 
         "compiled": Method(COMPILED, static, partial(compiled, pair.target)),
         "prompt-lookup": Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}),
     }
+    others["compiled-drafter"] = Method(
+        COMPILED_DRAFTER,
+        {"assistant_model": pair.drafter},
+        partial(drafter_defaults, pair.drafter, compile_config=CompileConfig()),
+        speculative=True,
+    )
     threshold = pair.drafter.generation_config.assistant_confidence_threshold
     for schedule in SCHEDULES:
         at = (threshold or 0.4) if schedule == "confidence" else None

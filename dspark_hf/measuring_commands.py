@@ -49,12 +49,12 @@ def add_bench(commands: Commands) -> None:
     )
     bench.add_argument(
         "--methods",
-        choices=("static", "compiled", "prompt-lookup", "dflash", *SCHEDULES),
+        choices=("static", "compiled", "prompt-lookup", "dflash", "compiled-drafter", *SCHEDULES),
         nargs="+",
         default=argparse.SUPPRESS,
         help="beside plain generate: a static cache, torch.compile, prompt lookup, Transformers' own DFlash path (for "
-        "DFlash drafters with full attention), the drafter by schedules; default: prompt lookup and the drafter; not "
-        "with --batch-sizes",
+        "DFlash drafters with full attention), the drafter compiled, or by schedules; default: prompt lookup and the "
+        "drafter; not with --batch-sizes",
     )
     bench.add_argument(
         "--contexts",

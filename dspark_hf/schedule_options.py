@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from .scheduling import SCHEDULES
 
@@ -74,6 +74,12 @@ class ScheduleOptions:
         return options
 
     def _check(self, drafter: Any) -> None:
+        compile_config = drafter.generation_config.compile_config
+        if compile_config is not None and not isinstance(compile_config, CompileConfig):
+            raise ValueError(
+                f"`compile_config` of `drafter.generation_config` is {compile_config!r}; it must be a "
+                "`transformers.CompileConfig`, or None."
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"`num_assistant_tokens_schedule` is {self.schedule!r}; with a DSpark drafter it is one of "

@@ -15,7 +15,6 @@ from .loading import Pair, reporting
 if TYPE_CHECKING:
     import torch
 
-    from .modeling import DSparkDraftModel
     from .statistics import SpeculativeStats
 
 BARE_STEPS = 12
@@ -120,14 +119,9 @@ def bare_step_seconds(pair: Pair, token_ids: Sequence[int], context_length: int,
     return statistics.median(times)
 
 
-def drafting_options(drafter: DSparkDraftModel) -> tuple[int | None, int | None]:
-    """`draft_context_window` and `draft_top_k` of a drafter's defaults, which change what a draft costs."""
-    options = drafter.generation_config
-    return getattr(options, "draft_context_window", None), getattr(options, "draft_top_k", None)
-
-
 def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> float:
-    """Median time of a bare greedy draft: one backbone pass and the sequential loop, without the engine around it.
+    """Median time of a bare greedy draft by the drafter's own defaults: one backbone pass and the sequential loop,
+    without the engine around it.
 
     Args:
         pair (`Pair`): its drafter is measured.
@@ -146,8 +140,10 @@ def bare_draft_seconds(pair: Pair, context_length: int, new_tokens: int) -> floa
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     width = len(config.target_layer_ids) * config.target_hidden_size
     block = drafter.block_tokens(torch.full((1,), config.mask_token_id, device=device))
-    window, top_k = drafting_options(drafter)
-    context = DraftContext(config, [0], 2 * context_length if window is None else 2 * window, window)
+    options = drafter.generation_config
+    window, top_k = (getattr(options, name, None) for name in ("draft_context_window", "draft_top_k"))
+    capacity = 2 * context_length if window is None else 2 * window
+    context = DraftContext(config, [0], capacity, window, options.compile_config)
     times = []
     with torch.no_grad():
         for step in range(1 + BARE_STEPS):

@@ -141,13 +141,16 @@ class _PackedKeys:
 
 class PackedContext:
     """
-    The context of a training pass, in the place of a `DraftContext`: whole texts, and many blocks a row.
+    The context of a training pass, in the place of a `DraftContext`: whole texts, and many blocks a row. It has shapes
+    of its own, so it is never compiled as drafting is.
 
     Args:
         config ([`DSparkConfig`]): Of the drafter.
         anchors (`torch.LongTensor` of shape `(rows, blocks)`): Positions of the anchors.
         length (`int`): Tokens of the longest text. What fills up the others lies behind all their anchors.
     """
+
+    compile_config = None
 
     def __init__(self, config: DSparkConfig, anchors: torch.LongTensor, length: int):
         self.config, self.anchors, self.length = config, anchors, length

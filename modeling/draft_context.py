@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import CompileConfig
 
 from .configuration_dspark import DSparkConfig
 from .slot_buffer import SlotBuffer
@@ -18,7 +19,7 @@ class BackbonePass:
         positions (`torch.LongTensor` of shape `(tokens,)`): Their positions in the text.
         row_index (`torch.LongTensor` of shape `(tokens,)`, *optional*): Their rows; `None` for a single row.
         slots (`torch.LongTensor` of shape `(tokens,)` or `slice`): Their slots in the layers' buffers.
-        used (`int`): Slots in use afterwards.
+        used (`int`, *optional*): Slots in use afterwards; `None` for whole buffers.
         masks (`dict[str, torch.Tensor | None]`): For each layer type, `(rows, 1, 1 or slots a row, used)`: True where
             a block's slot sees a key.
     """
@@ -26,7 +27,7 @@ class BackbonePass:
     positions: torch.Tensor
     row_index: torch.Tensor | None
     slots: torch.Tensor | slice
-    used: int
+    used: int | None
     masks: dict[str, torch.Tensor | None]
 
 
@@ -63,10 +64,18 @@ class DraftContext:
         capacity (`int`): Slots a row to begin with.
         window (`int`, *optional*): A block sees at most so many positions before its anchor, in every layer. What lies
             before them is never projected, or forgotten. By default all that the layers' own windows leave.
+        compile_config (`CompileConfig`, *optional*): How passes are compiled; by default they are not.
     """
 
-    def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128, window: int | None = None):
-        self.config = config
+    def __init__(
+        self,
+        config: DSparkConfig,
+        starts: Sequence[int],
+        capacity: int = 128,
+        window: int | None = None,
+        compile_config: CompileConfig | None = None,
+    ):
+        self.config, self.compile_config = config, compile_config
         windows = [] if window is None else [window]
         if set(config.layer_types) == {"sliding_attention"}:
             windows.append(config.sliding_window)
@@ -138,6 +147,43 @@ class DraftContext:
             masks[layer_type] = self._mask(layer_type, totals, used, block_slots, device)
         return BackbonePass(positions, row_index, written, used, masks)
 
+    def is_steady(self, context_lengths: Sequence[int]) -> bool:
+        """Whether a pass has the shapes of most: not the first, with no more new positions than a round accepts."""
+        return self.layers[0].keys is not None and max(context_lengths) <= self.config.block_size + 1
+
+    def plan_static(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
+        """
+        As [`plan`] for a pass that [`is_steady`], in shapes that depend on the number of rows and the buffers'
+        capacity alone: what fills rows up goes into the last slot, which no mask shows.
+        """
+        most = self.config.block_size + 1
+        totals = [before + new for before, new in zip(self.lengths, context_lengths, strict=True)]
+        for layer in self.layers:
+            layer.reserve(max(totals) + block_slots + 1)
+        capacity = self.layers[0].keys.shape[2]
+        token_rows, token_slots, positions = [], [], []
+        for row, (before, total) in enumerate(zip(self.lengths, totals, strict=True)):
+            token_rows += [row] * most
+            token_slots += [*range(before, total), *[capacity - 1] * (most + before - total)]
+        for row, total in enumerate(totals):
+            token_rows += [row] * block_slots
+            token_slots += range(total, total + block_slots)
+        positions = [slot + self.starts[row] for row, slot in zip(token_rows, token_slots, strict=True)]
+        row_index, slots, positions = torch.tensor([token_rows, token_slots, positions], device=device)
+        masks = {
+            layer_type: self._mask(layer_type, totals, capacity, block_slots, device, always=True)
+            for layer_type in set(self.config.layer_types)
+        }
+        return BackbonePass(positions, row_index, slots, None, masks)
+
+    def fill_up(self, hidden_states: torch.Tensor, context_lengths: Sequence[int]) -> torch.Tensor:
+        """Hidden states of new positions with zeros behind each row's, as [`plan_static`] lays them out."""
+        most = self.config.block_size + 1
+        filled = hidden_states.new_zeros(len(context_lengths) * most, hidden_states.shape[-1])
+        for row, piece in enumerate(hidden_states.split(list(context_lengths))):
+            filled[row * most : row * most + len(piece)] = piece
+        return filled
+
     def advance(self, context_lengths: Sequence[int]) -> None:
         """Remember the tokens that a pass appended; its blocks are forgotten."""
         self.lengths = [held + new for held, new in zip(self.lengths, context_lengths, strict=True)]
@@ -147,12 +193,18 @@ class DraftContext:
         return block[:, self.config.block_slots - self.config.block_size :]
 
     def _mask(
-        self, layer_type: str, totals: Sequence[int], used: int, block_slots: int, device: torch.device
+        self,
+        layer_type: str,
+        totals: Sequence[int],
+        used: int,
+        block_slots: int,
+        device: torch.device,
+        always: bool = False,
     ) -> torch.Tensor | None:
         sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
         causal = layer_type in self.config.causal_layer_types
         windowed = self.window is not None and max(totals) > self.window
-        if not sliding and not causal and not windowed and min(totals) == max(totals):
+        if not (sliding or causal or windowed or always) and min(totals) == max(totals):
             return None
         keys = torch.arange(used, device=device)
         anchors = torch.tensor(totals, device=device)[:, None, None, None]

@@ -31,9 +31,10 @@ from .checkpoint_loading import (
     weight_files,
 )
 from .configuration_dspark import DSparkConfig
-from .draft_context import DraftContext
+from .draft_context import BackbonePass, DraftContext
 from .format_fields import Reading
 from .heads import DSparkConfidenceHead, DSparkMarkovHead
+from .static_pass import StaticPass
 
 
 # What the Hub is told a drafter is.
@@ -109,6 +110,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
         self.head_rows = HeadRows()
+        self.static_pass = StaticPass()
         # Defaults for drafting only: nothing of the model's config belongs in it.
         self.generation_config = GenerationConfig()
         self.last_call = LastCall()
@@ -248,17 +250,40 @@ class DSparkDraftModel(PreTrainedModel):
         Source: DSpark Eq. 2 and 3.
         """
         assert sum(context_lengths) == len(context_hidden_states)
-        block_slots = noise_embeds.shape[1]
         context_hidden_states, context_lengths = context.narrow(context_hidden_states, context_lengths)
-        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
-        step = context.plan(context_lengths, block_slots, noise_embeds.device)
-        rotary = self.rotary(step.positions, noise_embeds.dtype)
-        block = noise_embeds
-        for layer, buffer in zip(self.layers, context.layers, strict=True):
-            block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
+        if context.compile_config is not None and context.is_steady(context_lengths):
+            block = self.static_pass(self, noise_embeds, context_hidden_states, context_lengths, context)
+        else:
+            step = context.plan(context_lengths, noise_embeds.shape[1], noise_embeds.device)
+            block = self.backbone(noise_embeds, context_hidden_states, step, context.layers)
         context.advance(context_lengths)
         hidden_states = self.norm(context.drafts(block))
         return hidden_states if objective is None else objective(hidden_states)
+
+    def backbone(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        step: BackbonePass,
+        buffers: Sequence[Any],
+    ) -> torch.Tensor:
+        """
+        The layers of one pass, planned.
+
+        Args:
+            noise_embeds, context_hidden_states: As for [`forward`].
+            step ([`BackbonePass`]): Where their tokens go.
+            buffers (`Sequence[SlotBuffer]`): Each layer's keys and values.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, block_slots, hidden_size)`: the block behind the last layer.
+        """
+        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
+        rotary = self.rotary(step.positions, noise_embeds.dtype)
+        block = noise_embeds
+        for layer, buffer in zip(self.layers, buffers, strict=True):
+            block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
+        return block
 
     def draft(
         self,

@@ -113,6 +113,7 @@ def test_every_name_of_the_command_line_is_a_method(pair):
         "compiled",
         "prompt-lookup",
         "dflash",
+        "compiled-drafter",
         "constant",
         "confidence",
         "hardware_aware",
@@ -120,7 +121,7 @@ def test_every_name_of_the_command_line_is_a_method(pair):
     )
     methods = chosen_methods(pair, names, 10)
     assert len({method.name for method in methods}) == len(names)
-    assert [method.speculative for method in methods] == [False] * 4 + [True] * 4
+    assert [method.speculative for method in methods] == [False] * 4 + [True] * 5
 
 
 def test_transformers_dflash_is_measured_where_the_drafter_is_one(folder, capsys):
