@@ -1,6 +1,6 @@
 """The `dspark` command.
 
-Torch and Transformers are imported by the commands that need them, after the arguments have been checked.
+Torch and Transformers are imported once the arguments are parsed: help and wrong options do not wait for them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from . import making_commands, measuring_commands
+from . import _set_up, making_commands, measuring_commands
 from .command_options import (
     Commands,
     Parser,
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = vars(build_parser().parse_args(argv))
         command: Callable[..., int] = arguments.pop("run")
         name = arguments.pop("command")
+    _set_up()
     try:
         return command(**arguments)
     except CommandError as error:

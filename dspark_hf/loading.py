@@ -146,8 +146,8 @@ def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:
     Raises:
         `CommandError`: it cannot be loaded.
     """
-    from . import DSparkDraftModel
     from .demo_target import demo_drafter_folder
+    from .modeling import DSparkDraftModel
 
     with reporting(f"--drafter {drafter!r}"):
         source = demo_drafter_folder() if drafter == DEMO else drafter
