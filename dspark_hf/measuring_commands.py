@@ -120,7 +120,12 @@ def add_profile(commands: Commands) -> None:
         "--contexts", metavar="C", type=positive_int, nargs="+", help="tokens that rows hold; default: 128 512 2048"
     )
     profile.add_argument("--most-tokens", type=positive_int, help="of a step; default: 256")
-    profile.add_argument("--budget", metavar="SECONDS", type=seconds_value, help="for measuring; default: 120")
+    profile.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=seconds_value,
+        help="for all but loading the models; a target too slow for three sweeps takes longer; default: 120",
+    )
     profile.add_argument("--force", action="store_true", help="measure although there is a stored profile")
     profile.add_argument("--plot", metavar="FILE", help="draw SPS(B), tokens a second and drafts, as PNG")
     profile.add_argument("--output", metavar="FILE", help="write a copy to this JSON file")
@@ -272,7 +277,7 @@ def add_doctor(commands: Commands) -> None:
         metavar="SECONDS",
         type=seconds_value,
         default=30.0,
-        help="for measuring costs; default: %(default)s",
+        help="for measuring costs where there is no profile, as for dspark profile; default: %(default)s",
     )
     add_placement(doctor, dtype="auto")
     doctor.set_defaults(run=calling("doctor"))
