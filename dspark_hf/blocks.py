@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .bench import check_lengths
 from .files import write_json
-from .loading import Pair, generation_options, left_padded, regime
+from .loading import CommandError, Pair, generation_options, left_padded, regime
 from .schedule_options import drafter_schedule
 
 
@@ -131,8 +131,9 @@ def record_blocks(
         [`Blocks`], at least one.
 
     Raises:
-        `ValueError`: the drafter has no confidence head, or the texts have no room for a whole block.
-        `CommandError`: a sampling option was given for greedy decoding, or a prompt is too long or empty.
+        `ValueError`: the drafter has no confidence head.
+        `CommandError`: a sampling option was given for greedy decoding, a prompt is too long or empty, or the texts
+            have no room for a whole block.
     """
     block_size = pair.drafter.config.block_size
     _check(pair.drafter.config, max_new_tokens)
@@ -162,9 +163,9 @@ def record_blocks(
                 f"mean_acceptance_length {1 + accepted / max(rounds, 1):.2f}"
             )
     if not records:
-        raise ValueError(
-            f"All {len(waiting)} texts ended before a block of {block_size} could be verified whole; give "
-            "prompts with longer answers."
+        raise CommandError(
+            f"--max-new-tokens {max_new_tokens}: all {len(waiting)} texts ended before a block of {block_size} drafts "
+            "could be verified whole; give prompts with longer answers, or more tokens"
         )
     return Blocks(
         np.array([logits for _, _, logits, _ in records], dtype=float),
@@ -179,9 +180,10 @@ def _check(config: DSparkConfig, max_new_tokens: int) -> None:
     if not config.enable_confidence_head:
         raise ValueError("The drafter has no confidence head, so there is nothing to calibrate; use another drafter.")
     if max_new_tokens < config.block_size + 2:
-        raise ValueError(
-            f"`max_new_tokens` is {max_new_tokens}; blocks of {config.block_size} are verified whole from "
-            f"{config.block_size + 2} on. Give several times that."
+        least = config.block_size + 2
+        raise CommandError(
+            f"--max-new-tokens {max_new_tokens}: only from {least} tokens on does a text hold a whole block of "
+            f"{config.block_size} drafts; give at least {least}, and several times that for figures of any worth"
         )
 
 

@@ -461,6 +461,22 @@ def test_without_blocks_some_are_recorded(pair, tmp_path):
     assert list(result["load"]) == ["this machine"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--max-new-tokens", "3"], ["--max-new-tokens 3", "block of 7 drafts", "give at least 9"]),
+        (["--max-new-tokens", "9"], ["--max-new-tokens 9", "all 2 texts ended", "longer answers"]),
+    ],
+    ids=lambda value: value[1] if value[0].startswith("--max") and len(value) == 2 else "",
+)
+def test_texts_too_short_for_a_block_are_refused_by_argument_value_and_fix(pair, capsys, monkeypatch, argv, parts):
+    monkeypatch.setattr("dspark_hf.blocks.whole_blocks_by_row", lambda stats, block_size: [[] for _ in stats.rows])
+    assert cli.main([*RECORD, "--gpu-like", *argv]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    for part in ("dspark simulate: error: ", *parts):
+        assert part in message
+
+
 def test_a_machine_without_a_profile_is_said_before_anything_is_recorded(pair, capsys, monkeypatch):
     monkeypatch.setattr(simulate, "_record", None)
     assert cli.main(RECORD) == 2
