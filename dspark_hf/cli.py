@@ -109,7 +109,7 @@ def _add_generate(commands: Commands) -> None:
     generate.add_argument("--prompt", required=True, help="the text to answer or to continue; - reads stdin")
     generate.add_argument("--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template")
     generate.add_argument("--stream", action="store_true", help="print as it comes, accepted draft tokens coloured")
-    generate.add_argument("--compare", action="store_true", help="time plain generate as well and compare")
+    generate.add_argument("--compare", action="store_true", help="time plain generate as well, in pairs of calls")
     generate.add_argument("--max-new-tokens", type=positive_int, default=256, help="default: %(default)s")
     generate.add_argument(
         "--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s"

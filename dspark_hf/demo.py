@@ -134,6 +134,13 @@ def print_comparison(comparisons: Sequence[Comparison], pair: Pair, console: Con
             identical if greedy else "sampled",
         )
     console.print(table)
+    repetitions = len(comparisons[0].plain)
+    if repetitions > 1:
+        console.print(
+            f"Speeds are medians of {repetitions} calls each; the ratio is the median over the {repetitions} pairs of "
+            "neighbouring calls, not the quotient of the two speeds.",
+            highlight=False,
+        )
     acceptance = acceptance_by_position([call for comparison in comparisons for call in comparison.dspark])
     console.print(f"Acceptance by block position: {format_positions(acceptance)}", highlight=False)
     for sentence in remarks(comparisons, pair, greedy):
