@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .chat_format import apply_template
+
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,11 @@ def reporting(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         raise CommandError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def told(value: Any) -> str:
+    """An option's value as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Pair:
 
         Raises:
             `CommandError`: a chat was asked for and the tokenizer has no template, or thinking and the template has no
-                such choice, or the prompt is empty.
+                such choice, or the template fails, or the prompt is empty.
         """
         has_template = self.tokenizer.chat_template is not None
         if thinking is not None and not (has_template and THINKING in self.tokenizer.get_chat_template()):
@@ -90,10 +97,10 @@ class Pair:
             raise CommandError("--prompt: it holds half of a surrogate pair, which is no character; take it out")
         if has_template and chat is not False:
             turn = [{"role": "user", "content": prompt}]
-            asked = {} if thinking is None else {THINKING: thinking}
-            encoded = self.tokenizer.apply_chat_template(
-                turn, add_generation_prompt=True, return_dict=True, return_tensors="pt", **asked
-            )
+            asked: dict[str, Any] = {} if thinking is None else {THINKING: thinking}
+            asked |= {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            with reporting(f"--target {self.names[0]!r}"):
+                encoded = apply_template(self.tokenizer, turn, **asked)
         else:
             encoded = self.tokenizer(prompt, return_tensors="pt")
         if encoded["input_ids"].shape[-1] == 0:

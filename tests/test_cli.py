@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from chat import chat_target
+from conftest import FIXTURES
 
 from dspark_hf import bench, cli, command_files, demo, environment, loading
 
@@ -58,6 +60,15 @@ def test_a_target_that_is_no_checkpoint(capsys, tmp_path, kind):
         path.write_text("")
     code, message = run(capsys, "generate", "--prompt", "x", "--target", str(path), "--drafter", "demo")
     assert code == 2 and "--target" in message and str(path) in message
+
+
+def test_a_chat_template_that_raises_is_one_line(capsys, tmp_path):
+    folder = chat_target(tmp_path / "target", "{{ messages[0]['content'] + 1 }}")
+    argv = ["generate", "--prompt", "x", "--chat", "--target", str(folder)]
+    code, message = run(capsys, *argv, "--drafter", str(FIXTURES / "deepspec-vanilla" / "drafter"))
+    assert code == 2 and "Traceback" not in message
+    where = f"dspark generate: error: --target '{folder}': the chat template of the tokenizer '{folder}' fails on"
+    assert where in message.splitlines()[-1] and "TypeError: " in message
 
 
 def test_an_unknown_device(capsys):
