@@ -51,7 +51,8 @@ def add_prepare_data(commands: Commands) -> None:
     given.add_argument(
         "--keep-responses",
         action="store_true",
-        help="decode nothing: take conversations with the assistant's turns that they have",
+        help="decode nothing: take conversations with the assistant's turns that they have; of the options of "
+        "decoding only --thinking goes with it",
     )
     given.add_argument(
         "--synthesize",
@@ -89,7 +90,7 @@ def add_prepare_data(commands: Commands) -> None:
         type=positive_int,
         help="answers to a prompt, the temperatures taken in turn; default: one at each temperature",
     )
-    decoding.add_argument("--max-new-tokens", type=positive_int, default=512, help="default: %(default)s")
+    decoding.add_argument("--max-new-tokens", type=positive_int, help="of an answer; default: 512")
     add_sampling(decoding)
     decoding.add_argument(
         "--thinking",
@@ -97,7 +98,7 @@ def add_prepare_data(commands: Commands) -> None:
         default="default",
         help="enable_thinking, for chat templates that know of it; default: the template's own",
     )
-    decoding.add_argument("--batch-size", type=positive_int, default=64, help="default: %(default)s")
+    decoding.add_argument("--batch-size", type=positive_int, help="default: 64")
     decoding.add_argument(
         "--time-limit",
         metavar="MINUTES",

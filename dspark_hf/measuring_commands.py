@@ -23,7 +23,7 @@ from .command_options import (
     temperature_value,
     threshold_value,
 )
-from .loading import DEMO, CommandError
+from .loading import DEMO, CommandError, told
 from .scheduling import SCHEDULES
 
 
@@ -290,11 +290,10 @@ def _run_bench(**arguments: object) -> int:
         ("prompt_lookup_tokens", "methods", "contexts") if batched else ("schedules", "synthetic_auc", "markdown")
     ):
         if name in arguments:
-            value = arguments[name]
-            told = " ".join(map(str, value)) if isinstance(value, list) else value
             fix = "leave one of them out" if batched else "give that as well"
             raise CommandError(
-                f"--{name.replace('_', '-')} {told}: not {'with' if batched else 'without'} --batch-sizes; {fix}"
+                f"--{name.replace('_', '-')} {told(arguments[name])}: not {'with' if batched else 'without'} "
+                f"--batch-sizes; {fix}"
             )
     if batched:
         from .batch_bench import run
