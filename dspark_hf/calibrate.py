@@ -113,8 +113,7 @@ def run(
     console.print(pair.description, highlight=False)
 
     def record(part: PromptSets, temperature: float, **sampling: Any) -> Blocks:
-        with reporting(f"--target {target!r} with --drafter {pair.names[1]!r}"):
-            return record_blocks(pair, part, max_new_tokens, temperature, batch_size=batch_size, seed=seed, **sampling)
+        return record_blocks(pair, part, max_new_tokens, temperature, batch_size=batch_size, seed=seed, **sampling)
 
     if destination is None:
         entries = stored_entries(pair, temperatures)

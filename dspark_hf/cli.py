@@ -18,10 +18,10 @@ from .command_options import (
     add_pair,
     add_placement,
     add_sampling,
+    add_temperature,
     add_threshold,
     calling,
     positive_int,
-    temperature_value,
 )
 from .loading import CommandError
 
@@ -111,9 +111,7 @@ def _add_generate(commands: Commands) -> None:
     generate.add_argument("--stream", action="store_true", help="print as it comes, accepted draft tokens coloured")
     generate.add_argument("--compare", action="store_true", help="time plain generate as well, in pairs of calls")
     generate.add_argument("--max-new-tokens", type=positive_int, default=256, help="default: %(default)s")
-    generate.add_argument(
-        "--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s"
-    )
+    add_temperature(generate)
     add_sampling(generate)
     add_threshold(generate)
     add_placement(generate, dtype="auto")

@@ -8,12 +8,12 @@ from .command_options import (
     Commands,
     add_placement,
     add_sampling,
+    add_target,
+    add_temperatures,
     calling,
     minutes_value,
     positive_int,
-    temperature_value,
 )
-from .loading import DEMO
 
 
 def add_prepare_data(commands: Commands) -> None:
@@ -24,7 +24,7 @@ def add_prepare_data(commands: Commands) -> None:
         description="Let the target answer prompts and write a data set of whole conversations, with a mask of the "
         "tokens that the target wrote. It can be stopped at any moment; the same command goes on.",
     )
-    prepare.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    add_target(prepare)
     prepare.add_argument("--output", required=True, metavar="FOLDER", help="for the data set")
     given = prepare.add_argument_group("prompts")
     given.add_argument(
@@ -76,15 +76,7 @@ def add_prepare_data(commands: Commands) -> None:
         help="with --synthesize: prompts to write others like, as for --prompts",
     )
     decoding = prepare.add_argument_group("decoding")
-    decoding.add_argument(
-        "--temperature",
-        dest="temperatures",
-        metavar="T",
-        type=temperature_value,
-        nargs="+",
-        action="extend",
-        help="answer at each of these, 0 is greedy; default: 1",
-    )
+    add_temperatures(decoding, "answer", "1")
     decoding.add_argument(
         "--samples-per-prompt",
         type=positive_int,
