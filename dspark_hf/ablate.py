@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_files import check_plot_folder, check_writable, write_results
+from .command_files import check_outputs, check_writable, write_results
 from .files import write_text
 from .loading import CommandError, generation_options, load_pair, regime, reporting
 from .simulate import Start, check_blocks, profile_notes, read_config
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ablation import Halves
     from .scheduling import Costs
 
-SCHEDULE, CALIBRATION = "schedule", "calibration"
+SCHEDULE = "schedule"
 
 
 def run(
@@ -129,13 +129,6 @@ def run(
     results = {"settings": settings, "sizes": sizes, "profiles": start.origins} | values
     write_report(console, report, results, draw, output, markdown, plot, files)
     return 0
-
-
-def check_outputs(output: str | None, markdown: str | None, plot: str | None) -> None:
-    """Refuse, before anything long is begun, files that could not be written."""
-    check_writable("--output", output)
-    check_writable("--markdown", markdown)
-    check_plot_folder(plot)
 
 
 def write_report(

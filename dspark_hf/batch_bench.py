@@ -30,7 +30,8 @@ from .batch_report import markdown_table, print_tables, summarise
 from .bench import bench_options, check_lengths, introduce, pair_settings, timed_rows, warm_up
 from .command_files import check_writable, read_prompts, write_results
 from .decoding_methods import PLAIN, Method, plain_method
-from .loading import CommandError, Pair, left_padded, load_pair
+from .files import write_text
+from .loading import CommandError, Pair, check_drafting, left_padded, load_pair
 from .profiles import Profile, find_profile
 from .schedule_options import drafter_schedule
 from .scheduling import HARDWARE_AWARE, SCHEDULES, Scheduler, survivals
@@ -439,7 +440,7 @@ def run(
         write_results(output, results | {"scheduling": scheduling, "thresholds": tuning, "calls": records})
     if markdown is not None:
         text = markdown_table(summary, _caption(pair, options, repetitions, synthetic_auc))
-        Path(markdown).expanduser().write_text(text, encoding="utf-8")
+        write_text(Path(markdown).expanduser(), text)
     for path in filter(None, (output, markdown)):
         console.print(f"Written: {path}", highlight=False)
     return 0
@@ -452,8 +453,7 @@ def _check_arguments(
     synthetic: Sequence[float],
     synthetic_auc: float | None,
 ) -> None:
-    if max_new_tokens < 2:
-        raise CommandError(f"--max-new-tokens {max_new_tokens}: decoding begins with the second; give at least 2")
+    check_drafting(max_new_tokens)
     if threshold is not None and "confidence" not in schedules:
         raise CommandError(f"--threshold {threshold:g}: only the schedule confidence has one; add it to --schedules")
     if synthetic_auc is None:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 KEY = "confidence_temperatures"
 # Fitted unless others are asked for: greedy decoding is a regime of its own, where the label is agreement.
 TEMPERATURES = (0.0, 1.0)
-_VERSIONS = ("dspark-hf", "torch", "transformers")
 
 PromptSets = dict[str, list[str]]
 # `record_blocks` but for what differs from part to part: the prompts, `temperature`, `top_p` and `top_k`.
@@ -315,9 +314,8 @@ def write_fits(
 
 def config_entry(pair: Pair, fit: Fit, parts: tuple[PromptSets, PromptSets], max_new_tokens: int) -> dict[str, Any]:
     """A fit as an entry of the config's `confidence_temperatures`."""
-    from .environment import package_versions
+    from .environment import ENGINE, package_versions
 
-    versions = package_versions()
     prompts = [{name: len(prompts) for name, prompts in part.items()} for part in parts]
     return {
         "sampling_temperature": fit.fitted.sampling_temperature,
@@ -331,7 +329,7 @@ def config_entry(pair: Pair, fit: Fit, parts: tuple[PromptSets, PromptSets], max
             "max_new_tokens": max_new_tokens,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "versions": {name: versions[name] for name in _VERSIONS},
+            "versions": package_versions(ENGINE),
         },
     }
 

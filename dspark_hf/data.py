@@ -44,8 +44,8 @@ def import_datasets() -> ModuleType:
     """
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
-            "Training data needs the package datasets, which is not here: pip install 'dspark-hf[train]' (in a "
-            "checkout '.[train]')."
+            "it needs the package datasets, which is not here; pip install 'dspark-hf[train]' (in a checkout "
+            "'.[train]')"
         )
     import datasets
 

@@ -275,6 +275,12 @@ def resolve_device(device: str) -> torch.device:
     return placement
 
 
+def check_drafting(max_new_tokens: int) -> None:
+    """Refuse texts in which nothing could be drafted."""
+    if max_new_tokens < 2:
+        raise CommandError(f"--max-new-tokens {max_new_tokens}: drafting begins with the second; give at least 2")
+
+
 def generation_options(
     max_new_tokens: int,
     temperature: float = 0.0,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bench import format_number
-from .command_files import check_plot_folder, check_writable, read_prompts, write_results
+from .command_files import check_outputs, read_prompts, write_results
 from .loading import DEMO, CommandError, Pair, check_source, load_pair, reporting
 
 
@@ -73,8 +73,7 @@ def run(
     Raises:
         `CommandError`: something given cannot be used.
     """
-    check_writable("--output", output)
-    check_plot_folder(plot)
+    check_outputs(output, None, plot)
     check_blocks(blocks, {"prompts": prompts, "limit": limit})
     prompt_sets = read_prompts(prompts, limit) if blocks is None else {}
 

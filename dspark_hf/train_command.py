@@ -1,6 +1,5 @@
 """`dspark train`: a drafter for a target from the target's own texts, with the Trainer."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTr
 from transformers.trainer_callback import TrainerState
 
 from .command_files import check_plot
+from .data import import_datasets, load_training_data, split_by_prompt
 from .demo_target import demo_drafter_folder
 from .initialisation import (
     choose_mask_token,
@@ -99,11 +99,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         [`CommandError`]: for what cannot be used.
     """
-    if importlib.util.find_spec("datasets") is None:
-        raise CommandError(
-            "training needs `datasets`, which is not here; pip install 'dspark-hf[train]' (in a checkout '.[train]')"
-        )
     model_arguments, data_arguments, arguments = parse(argv)
+    with reporting("training"):
+        import_datasets()
     if not data_arguments.data:
         raise CommandError("--data is missing; give one or more folders that `dspark prepare-data` wrote")
     check_plot(data_arguments.plot)
@@ -311,10 +309,7 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
     Raises:
         [`CommandError`]: for folders that hold no training data.
     """
-    from datasets import concatenate_datasets
-
-    from .data import load_training_data, split_by_prompt
-
+    concatenate_datasets = import_datasets().concatenate_datasets
     parts, origins = [], []
     for folder in arguments.data:
         with reporting(f"--data {folder!r}"):

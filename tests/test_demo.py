@@ -125,7 +125,7 @@ def test_first_difference_counts_a_missing_end():
 
 def test_acceptance_by_position_pools_calls():
     calls = [Call([1], 1.0, stats([(2, 2), (2, 0)])), Call([1], 1.0, stats([(3, 1)])), Call([1], 1.0, None)]
-    assert demo.acceptance_by_position(calls) == [2 / 3, 1 / 2, None]
+    assert demo.pooled([Comparison([], calls)]).acceptance_by_position == [2 / 3, 1 / 2, None]
 
 
 def test_round_costs_follow_equation_1():
