@@ -31,8 +31,8 @@ from .bench import bench_options, check_lengths, introduce, pair_settings, timed
 from .command_files import check_writable, read_prompts, write_results
 from .decoding_methods import PLAIN, Method, plain_method
 from .files import write_text
-from .loading import CommandError, Pair, check_drafting, left_padded, load_pair
-from .profiles import Profile, find_profile
+from .loading import CommandError, Pair, check_drafting, left_padded, load_pair, machine_profile
+from .profiles import Profile
 from .schedule_options import drafter_schedule
 from .scheduling import HARDWARE_AWARE, SCHEDULES, Scheduler, survivals
 from .statistics import SpeculativeStats
@@ -477,16 +477,7 @@ def _profile_for(pair: Pair, schedules: Sequence[str]) -> Profile | None:
             "alone"
         )
     aware = [schedule for schedule in schedules if schedule in HARDWARE_AWARE]
-    if not aware:
-        return None
-    profile = find_profile(pair.target, pair.drafter)
-    if profile is None or not profile.block_size:
-        raise CommandError(
-            f"--schedules {' '.join(aware)}: this machine has no profile of the pair with this dtype, these threads "
-            "and versions; run `dspark profile` first, with the same --target, --drafter, --dtype, --device and "
-            "--threads"
-        )
-    return profile
+    return machine_profile(pair, f"--schedules {' '.join(aware)}") if aware else None
 
 
 def _caption(pair: Pair, options: dict[str, Any], repetitions: int, synthetic_auc: float | None) -> str:

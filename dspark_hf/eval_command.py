@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .command_files import check_outputs, write_results
 from .files import write_text
-from .loading import CommandError, Pair, check_drafting, generation_options, load_pair, reporting
+from .loading import CommandError, Pair, check_drafting, generation_options, load_pair, machine_profile, reporting
 from .scheduling import HARDWARE_AWARE
 from .tasks import read_tasks
 from .work_file import WorkFile
@@ -139,19 +139,14 @@ def _check_arguments(
 
 def _threshold(pair: Pair, schedule: str, threshold: float | None) -> float:
     """The threshold in force, where the schedule can be had at all."""
-    from .profiles import find_profile
-
     if schedule == "constant":
         return 0.0
     if not pair.drafter.config.enable_confidence_head:
         raise CommandError(
             f"--schedule {schedule}: the drafter {pair.names[1]!r} has no confidence head; give constant"
         )
-    if schedule in HARDWARE_AWARE and find_profile(pair.target, pair.drafter) is None:
-        raise CommandError(
-            f"--schedule {schedule}: this machine has no profile of the pair with this dtype, these threads and "
-            "versions; run `dspark profile` first, with the same --target, --drafter, --dtype, --device and --threads"
-        )
+    if schedule in HARDWARE_AWARE:
+        machine_profile(pair, f"--schedule {schedule}")
     if threshold is not None or schedule in HARDWARE_AWARE:
         return threshold or 0.0
     from transformers import GenerationConfig

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .modeling import DSparkDraftModel
+    from .profiles import Profile
 
 DEMO = "demo"
 MOST_THREADS = 4096
@@ -145,6 +146,31 @@ def load_pair(
     with reporting(f"--target {target!r}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     return Pair(model, load_drafter(drafter, model), tokenizer, (target, drafter))
+
+
+def machine_profile(pair: Pair, asked: str, instead: str = "") -> Profile:
+    """
+    What this machine has stored of a pair.
+
+    Args:
+        pair ([`Pair`]): As it is used.
+        asked (`str`): The option that needs it, for messages.
+        instead (`str`, *optional*): What else could be given, for messages.
+
+    Raises:
+        `CommandError`: it has none, or of the target alone.
+    """
+    from .profiles import explain_missing, find_profile
+
+    profile = find_profile(pair.target, pair.drafter)
+    if profile is None or not profile.block_size:
+        alone = "this machine's profile is of the target alone"
+        why = explain_missing(pair.target, pair.drafter) if profile is None else alone
+        raise CommandError(
+            f"{asked}: {why}; run `dspark profile` first, with the same --target, --drafter, --dtype, --device and "
+            f"--threads{instead}"
+        )
+    return profile
 
 
 def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:

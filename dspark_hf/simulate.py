@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bench import format_number
 from .command_files import check_outputs, read_prompts, write_results
-from .loading import DEMO, CommandError, Pair, check_source, load_pair, reporting
+from .loading import DEMO, CommandError, Pair, check_source, load_pair, machine_profile, reporting
 
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Start:
             pair = load()
             console.print(pair.description, highlight=False)
         if of_machine:
-            profiles[MACHINE] = machine_profile(pair)
+            profiles[MACHINE] = machine_profile(pair, "--profile is missing", ", or give --profile FILE or --gpu-like")
         start = cls(recorded, profiles, pair)
         check_block_sizes(profiles, start.block_size)
         if gpu_like:
@@ -219,19 +219,6 @@ def read_profile(path: str) -> Profile:
 
     with reporting(f"--profile {path!r}"):
         return Profile.load(Path(path).expanduser())
-
-
-def machine_profile(pair: Pair) -> Profile:
-    """What this machine has stored of a pair."""
-    from .profiles import find_profile
-
-    profile = find_profile(pair.target, pair.drafter)
-    if profile is None:
-        raise CommandError(
-            f"this machine has no profile of --target {pair.names[0]!r} with --drafter {pair.names[1]!r} in this "
-            "dtype with so many threads; measure one with `dspark profile`, or give --profile FILE or --gpu-like"
-        )
-    return profile
 
 
 def _temperatures(drafter: str | None, recorded: Blocks) -> list[float]:

@@ -397,7 +397,7 @@ def test_a_profile_of_the_target_alone_does_not_do(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
     alone = Profile(profile_key(pair.target), 0, [StepCurve(16, [1, 512], [1e-3] * 2)])
     alone.save(profile_path(alone.key))
-    with pytest.raises(CommandError, match="dspark profile"):
+    with pytest.raises(CommandError, match="of the target alone; run `dspark profile`"):
         batch_bench._profile_for(pair, ["hardware_aware"])
     assert batch_bench._profile_for(pair, ["constant", "confidence"]) is None
 
