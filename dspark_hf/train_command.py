@@ -23,6 +23,7 @@ from .initialisation import (
 )
 from .loading import DEMO, DTYPES, CommandError, check_source, load_target, reporting
 from .modeling import DSparkDraftModel
+from .modeling.configuration_dspark import MARKOV_HEAD_TYPES
 from .target_outputs import text_config
 from .trainer import PROVENANCE_NAME, STATE_NAME, DSparkTrainer, inner_drafter, is_whole, last_whole_checkpoint
 from .training_arguments import DSparkTrainingArguments
@@ -60,7 +61,7 @@ class ModelArguments:
     block_size: int = field(default=7, metadata={"help": "Draft tokens a round of a new drafter."})
     markov_rank: int = field(default=256, metadata={"help": "Rank of a new drafter's sequential head; 0 for none."})
     markov_head_type: str = field(
-        default="vanilla", metadata={"help": "Of a new drafter.", "choices": ["vanilla", "gated", "rnn"]}
+        default="vanilla", metadata={"help": "Of a new drafter.", "choices": list(MARKOV_HEAD_TYPES)}
     )
     confidence_head: bool = field(default=True, metadata={"help": "Whether a new drafter has a confidence head."})
     target_layer_ids: list[int] | None = field(
