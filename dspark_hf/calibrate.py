@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from .calibration import (
     scaled_survivals,
 )
 from .command_files import check_parent, check_plot, check_writable, read_prompts
-from .files import write_json
+from .files import whole_folder, write_json
 from .loading import DEMO, CommandError, Pair, generation_options, load_pair, regime, reporting, sampling_in_force
 from .reliability import ReliabilityRow, draw_reliability
 
@@ -370,16 +369,9 @@ def copy_with_temperatures(source: Path, folder: Path, entries: Sequence[dict[st
         folder (`Path`): Does not exist, or is empty; its parent exists.
         entries (`Sequence[dict]`): As for [`write_temperatures`].
     """
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with whole_folder(folder) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINING_STATE))
         write_temperatures(unfinished, entries)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def drafter_folder(drafter: str) -> Path:

@@ -1,6 +1,7 @@
 """The `dspark` command.
 
-Torch and Transformers are imported once the arguments are parsed: help and wrong options do not wait for them.
+Torch and Transformers are imported once the arguments are parsed: help and wrong options do not wait for them (but for
+those of `train`, most of which are the Trainer's own).
 """
 
 from __future__ import annotations

@@ -139,12 +139,8 @@ def load_pair(
             )
         drafter = DEMO
     check_source("--drafter", drafter)
-    model, source = load_target(target, dtype, device, threads)
-
-    from transformers import AutoTokenizer
-
-    with reporting(f"--target {target!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    model, _ = load_target(target, dtype, device, threads)
+    tokenizer = load_tokenizer(target)
     return Pair(model, load_drafter(drafter, model), tokenizer, (target, drafter))
 
 

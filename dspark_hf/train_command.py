@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 import yaml
-from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_callback import TrainerState
 
 from .command_files import check_plot
@@ -21,7 +21,7 @@ from .initialisation import (
     reduce_vocabulary,
     start_from_target,
 )
-from .loading import DEMO, DTYPES, CommandError, check_source, load_target, reporting
+from .loading import DEMO, DTYPES, CommandError, check_source, load_target, load_tokenizer, reporting
 from .modeling import DSparkDraftModel
 from .modeling.configuration_dspark import MARKOV_HEAD_TYPES
 from .target_outputs import text_config
@@ -185,11 +185,10 @@ def train(
         raise CommandError(f"--lora_rank {model_arguments.lora_rank}: it must be at least 0 (no adapters)")
     training, held_out, origin = read_data(data_arguments, seed)
     set_seed(arguments.seed)
-    target, source = load_target(
+    target, _ = load_target(
         model_arguments.target, model_arguments.dtype, model_arguments.device, model_arguments.threads
     )
-    with reporting(f"--target {model_arguments.target!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(model_arguments.target)
     check_tokens(training, text_config(target).vocab_size)
     drafter = make_drafter(model_arguments, target, tokenizer, training)
     model = with_lora(drafter, model_arguments.lora_rank) if model_arguments.lora_rank else drafter
