@@ -205,6 +205,9 @@ def test_train_smollm2(run, monkeypatch, tmp_path, data):
             cli.build_parser().parse_args(command)
     kept = (tmp_path / "run" / "held-out.jsonl").read_text().splitlines()
     assert kept and all(json.loads(line)["prompt"] for line in kept)
+    about_code = [json.loads(line)["prompt"] for line in open(tmp_path / "run" / "standard-library.jsonl")]
+    assert len(set(about_code)) == int(commands[0][commands[0].index("--synthesize") + 1])
+    assert any("def " in prompt for prompt in about_code) and any("Write a Python" in prompt for prompt in about_code)
 
 
 def test_publish__looks_first(run, models, here: HubStandIn, tmp_path, monkeypatch):  # noqa: F811
