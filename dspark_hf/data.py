@@ -1,7 +1,8 @@
 """
 Training data: whole conversations as tokens, with a mask of those that the target wrote.
 
-A data set is a folder that `datasets.load_from_disk` reads, with one record a sample:
+A data set is a folder that `datasets.load_from_disk` reads, or one of Parquet files as on the Hub, with one record a
+sample:
 
 - `input_ids` (`list[int]`): the conversation, the chat template's tokens included;
 - `loss_mask` (`list[int]`): of the same length, 1 at the target's own tokens, the one that ends a turn included;
@@ -44,7 +45,7 @@ def import_datasets() -> ModuleType:
     """
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
-            "it needs the package datasets, which is not here; pip install 'dspark-hf[train]' (in a checkout "
+            "the package datasets is needed, and is not here; pip install 'dspark-hf[train]' (in a checkout "
             "'.[train]')"
         )
     import datasets
@@ -58,7 +59,7 @@ def load_training_data(folder: str | Path) -> Dataset:
     columns `input_ids` and `loss_mask`.
 
     Args:
-        folder (`str` or `Path`): As `datasets.load_from_disk` takes it.
+        folder (`str` or `Path`): As `datasets.load_from_disk` takes it, or with `.parquet` files.
 
     Raises:
         `ImportError`: if `datasets` is missing.
@@ -66,6 +67,8 @@ def load_training_data(folder: str | Path) -> Dataset:
     """
     datasets = import_datasets()
     path = Path(folder).expanduser()
+    if files := sorted(path.glob("*.parquet")):
+        return _checked(datasets.Dataset(_read_tables(files, folder)), folder)
     if not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
         unfinished = path.with_name(path.name + ".work")
         advice = (
@@ -78,7 +81,23 @@ def load_training_data(folder: str | Path) -> Dataset:
     with open(path / "state.json", encoding="utf-8") as file:
         if not json.load(file)["_data_files"]:  # which `datasets` cannot load
             raise ValueError(f"{folder} is empty; make the data again, with prompts.")
-    data = datasets.load_from_disk(str(path))
+    return _checked(datasets.load_from_disk(str(path)), folder)
+
+
+def _read_tables(files: Sequence[Path], folder: str | Path) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{folder} has Parquet files that cannot be read together: {error}") from error
+    if not len(table):
+        raise ValueError(f"{folder} is empty; make the data again, with prompts.")
+    return table
+
+
+def _checked(data: Dataset, folder: str | Path) -> Dataset:
     missing = [name for name in NEEDED_COLUMNS if name not in data.column_names]
     if missing:
         raise ValueError(

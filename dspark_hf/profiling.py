@@ -191,8 +191,8 @@ class _Bench:
                 output = self._step(_Step(min(self.rows), count, count))()
         except UnsupportedAttention as reason:
             raise ValueError(
-                f"{type(target).__name__} is not verified in one stream but row by row (it has {reason}), which no "
-                "profile describes. Leave `num_assistant_tokens_schedule` at 'constant' or 'confidence'."
+                f"{type(target).__name__} is not verified by a flattened stream (it has {reason}), and no profile "
+                "describes another. Leave `num_assistant_tokens_schedule` at 'constant' or 'confidence'."
             ) from reason
         self.taps = output.taps.new_zeros(rows[-1] * _ACCEPTED, output.taps.shape[1])
         self.drafts: dict[int, DSparkCandidateGenerator] = {}

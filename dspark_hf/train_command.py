@@ -58,7 +58,9 @@ class ModelArguments:
         metadata={"help": "What a new drafter starts from.", "choices": ["random", "target"]},
     )
     num_hidden_layers: int = field(default=5, metadata={"help": "Depth of a new drafter."})
-    block_size: int = field(default=7, metadata={"help": "Draft tokens a round of a new drafter."})
+    block_size: int | None = field(
+        default=None, metadata={"help": "Draft tokens a round; by default 7, or those of `--drafter`."}
+    )
     markov_rank: int = field(default=256, metadata={"help": "Rank of a new drafter's sequential head; 0 for none."})
     markov_head_type: str = field(
         default="vanilla", metadata={"help": "Of a new drafter.", "choices": list(MARKOV_HEAD_TYPES)}
@@ -355,6 +357,11 @@ def make_drafter(
         with reporting(f"--drafter {arguments.drafter!r}"):
             source = demo_drafter_folder() if arguments.drafter == DEMO else arguments.drafter
             drafter = DSparkDraftModel.from_pretrained(source, dtype=torch.float32).to(target.device)
+            # They were fitted to the weights that are about to change.
+            drafter.config.confidence_temperatures = None
+            if arguments.block_size is not None:  # no weight depends on it
+                drafter.config.block_size = arguments.block_size
+                drafter.config.validate_drafter()
             return drafter if token_ids is None else reduce_vocabulary(drafter, token_ids)
     with reporting("the new drafter"):
         mask_token_id = arguments.mask_token_id
@@ -364,7 +371,7 @@ def make_drafter(
             target,
             mask_token_id,
             num_hidden_layers=arguments.num_hidden_layers,
-            block_size=arguments.block_size,
+            block_size=7 if arguments.block_size is None else arguments.block_size,
             target_layer_ids=arguments.target_layer_ids,
             markov_rank=arguments.markov_rank,
             markov_head_type=arguments.markov_head_type,

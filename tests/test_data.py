@@ -126,6 +126,25 @@ def test_loading(tmp_path):
     assert data.load_training_data(tmp_path / "data")[0]["input_ids"] == [5, 6, 0, 1]
 
 
+def test_loading_parquet_files(tmp_path):
+    for name, part in (("a", records()[:2]), ("b", records()[2:])):
+        datasets.Dataset.from_list(part).to_parquet(str(tmp_path / f"{name}.parquet"))
+    assert data.load_training_data(tmp_path).to_list() == records()
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="Parquet files that cannot be read together"):
+        data.load_training_data(tmp_path)
+    (tmp_path / "a.parquet").rename(tmp_path / "c.parquet")
+    datasets.Dataset.from_dict({"text": ["x"]}).to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(ValueError, match="cannot be read together"):
+        data.load_training_data(tmp_path)
+    (tmp_path / "c.parquet").unlink()
+    with pytest.raises(ValueError, match="has the columns text and lacks input_ids, loss_mask"):
+        data.load_training_data(tmp_path)
+    datasets.Dataset.from_dict({"input_ids": [], "loss_mask": []}).to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(ValueError, match="is empty"):
+        data.load_training_data(tmp_path)
+
+
 def test_loading_what_is_no_training_data(tmp_path):
     with pytest.raises(ValueError, match="no data set. Make one with"):
         data.load_training_data(tmp_path / "data")

@@ -328,7 +328,7 @@ def test_a_column_of_a_dataset(tmp_path, monkeypatch):
 
 def test_a_dataset_without_the_package(monkeypatch):
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CommandError, match=r"needs the package datasets.*dspark-hf\[train\]"):
+    with pytest.raises(CommandError, match=r"the package datasets is needed.*dspark-hf\[train\]"):
         tasks.read_tasks("gsm8k:test:question", None, None)
 
 

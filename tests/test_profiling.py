@@ -373,9 +373,11 @@ def test_arguments_out_of_range(pair, arguments, message):
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "llama4_text"])
-def test_a_target_that_is_verified_row_by_row(name):
+def test_a_target_that_is_not_flattened(name):
     """The second in batches only, which is noticed in the first pass of one."""
-    with pytest.raises(ValueError, match=r"row by row \(it has .*Leave `num_assistant_tokens_schedule` at 'constant'"):
+    with pytest.raises(
+        ValueError, match=r"flattened stream \(it has .*Leave `num_assistant_tokens_schedule` at 'constant'"
+    ):
         measure_profile(decoder(name), contexts=(8,), most_tokens=16, budget=1e-9)
     assert not profile_path({}).parent.exists()
 
@@ -500,7 +502,7 @@ def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path
 def test_a_target_that_the_command_cannot_measure(capsys, tmp_path):
     decoder("gpt_neo").save_pretrained(tmp_path / "neo")
     message = error_of(capsys, "--target", str(tmp_path / "neo"), "--drafter", "none", *QUICK)
-    assert str(tmp_path / "neo") in message and "row by row" in message
+    assert str(tmp_path / "neo") in message and "flattened" in message
 
 
 def test_arguments_are_those_of_the_function():
