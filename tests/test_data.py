@@ -8,6 +8,7 @@ import pytest
 from chat import DASHED, FORGETFUL, MARKED, MARKED_TEXT, TEMPLATE, chat_tokenizer, marked
 
 from dspark_hf import data
+from dspark_hf.chat_format import chat_loss_mask
 from dspark_hf.near_duplicates import ExcludedTexts, NearDuplicates, normalise
 
 
@@ -30,28 +31,28 @@ def conversation(*texts: str) -> list[dict[str, str]]:
 )
 def test_the_assistants_turns_have_a_loss_through_their_end(template, one, two):
     tokenizer = chat_tokenizer(template, "\n")
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == one
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))) == two
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == one
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))) == two
 
 
 def test_end_tokens_other_than_the_tokenizers():
     tokenizer = chat_tokenizer(DASHED, "\n")
     dash = tokenizer.convert_tokens_to_ids("-")
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"), {dash})) == "U:Hi\n-A:[Ho\n-]"
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho"), {dash})) == "U:Hi\n-A:[Ho\n-]"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     tokenizer = chat_tokenizer(FORGETFUL, "\n")
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == "U:Hi\nA:[Ho\n]"
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == "U:Hi\nA:[Ho\n]"
     with pytest.raises(ValueError, match="message 2 of 4 differently.*generation"):
-        data.chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))
+        chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))
     with pytest.raises(ValueError, match="begins with an assistant's turn"):
-        data.chat_loss_mask(tokenizer, conversation("Hi", "Ho")[1:])
+        chat_loss_mask(tokenizer, conversation("Hi", "Ho")[1:])
 
 
 def test_template_options_reach_the_template():
     tokenizer = chat_tokenizer(TEMPLATE.replace("{% for", "{{ greeting }}{% for", 1), "\n")
-    token_ids, mask = data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"), template_options={"greeting": "S:x"})
+    token_ids, mask = chat_loss_mask(tokenizer, conversation("Hi", "Ho"), template_options={"greeting": "S:x"})
     assert marked(token_ids, mask).startswith("S:xU:Hi")
 
 

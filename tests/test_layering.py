@@ -35,6 +35,7 @@ TOP = (
     "bench",
     "decoding_methods",
     "batch_bench",
+    "batch_report",
     "loading",
     "simulate",
     "simulation",
