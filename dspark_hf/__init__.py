@@ -1,8 +1,9 @@
 """DSpark speculative decoding for Hugging Face Transformers: `target.generate(**inputs, assistant_model=drafter)`."""
 
+import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
@@ -17,9 +18,16 @@ def _is_command() -> bool:
 
 def _set_up() -> None:
     """Take in the public names; with them come Transformers' auto classes and the hook in `generate`."""
-    from . import public
-
+    public = importlib.import_module(f"{__name__}.public")
     globals().update({name: getattr(public, name) for name in ("__all__", *public.__all__)})
+
+
+def __getattr__(name: str) -> Any:
+    """A public name that is asked for before the command has set the package up, by a script called `dspark`, say."""
+    if name.startswith("_") or "install" in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _set_up()
+    return getattr(sys.modules[__name__], name)
 
 
 # Importing the package is all the setup there is. Only the command puts it off until its arguments are read: torch

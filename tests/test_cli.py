@@ -233,6 +233,17 @@ print("loaded", sorted({{"torch", "transformers"}} & sys.modules.keys()))
     assert f"code {code}\nloaded []" in result.stdout
 
 
+def test_a_script_of_the_commands_name_finds_the_public_names():
+    program = """
+import sys
+sys.argv = ["dspark"]
+from dspark_hf import DSparkDraftModel
+import dspark_hf
+assert not hasattr(dspark_hf, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.PIPE)
+
+
 def test_the_command_sets_the_package_up_once_it_runs():
     program = """
 import sys
