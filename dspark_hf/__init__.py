@@ -1,6 +1,6 @@
 """DSpark speculative decoding for Hugging Face Transformers: `target.generate(**inputs, assistant_model=drafter)`."""
 
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ def _set_up() -> None:
 
 def __getattr__(name: str) -> Any:
     """A public name that is asked for before the command has set the package up, by a script called `dspark`, say."""
-    if name.startswith("_") or "install" in globals():
+    is_module = name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is not None
+    if is_module or "install" in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _set_up()
     return getattr(sys.modules[__name__], name)
