@@ -7,24 +7,15 @@ decoding, else by temperatures that are fitted on the half of the prompts that a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_files import check_plot_folder, check_writable, write_results
+from .command_files import check_outputs, check_writable, write_results
 from .files import write_text
-from .loading import CommandError, Pair, generation_options, load_pair, regime, reporting
-from .simulate import (
-    GPU_LIKE,
-    MACHINE,
-    check_block_sizes,
-    machine_profile,
-    profile_notes,
-    read_blocks,
-    read_config,
-    read_profile,
-)
+from .loading import CommandError, generation_options, load_pair, regime, reporting
+from .simulate import Start, check_blocks, profile_notes, read_config
 from .tasks import read_tasks
 
 
@@ -33,10 +24,9 @@ if TYPE_CHECKING:
 
     from .ablate_report import Report
     from .ablation import Halves
-    from .blocks import Blocks
     from .scheduling import Costs
 
-SCHEDULE, CALIBRATION = "schedule", "calibration"
+SCHEDULE = "schedule"
 
 
 def run(
@@ -79,31 +69,25 @@ def run(
     check_outputs(output, markdown, plot)
     check_writable("--save-blocks", save_blocks)
     generation_options(max_new_tokens, temperature, top_p, top_k)  # refuses what has no effect
-    _check_blocks(blocks, {"tasks": tasks, "prompts": prompts, "limit": limit, "save-blocks": save_blocks})
+    check_blocks(blocks, {"tasks": tasks, "prompts": prompts, "limit": limit, "save-blocks": save_blocks})
     prompt_sets = read_tasks(tasks, prompts, limit) if blocks is None else {}
-    recorded = None if blocks is None else read_blocks(blocks)
-    profiles = {} if profile is None else {Path(profile).name: read_profile(profile)}
 
     from rich.console import Console
 
-    from .simulation import gpu_like_profile
+    from .blocks import record_blocks
 
     console = Console()
-    pair = None
-    if recorded is None or not (profiles or gpu_like):
-        pair = load_pair(target, drafter, dtype, device, threads)
-        console.print(pair.description, highlight=False)
-    if not (profiles or gpu_like):
-        profiles[MACHINE] = machine_profile(pair)
-    block_size = pair.drafter.config.block_size if recorded is None else recorded.confidence_logits.shape[1]
-    check_block_sizes(profiles, block_size)
-    if gpu_like:
-        profiles[GPU_LIKE] = gpu_like_profile(block_size, max(rows))
+    start = Start.of_options(
+        blocks, profile, gpu_like, max(rows), lambda: load_pair(target, drafter, dtype, device, threads), console
+    )
+    pair, recorded, profiles, block_size = start.pair, start.blocks, start.profiles, start.block_size
     own = None  # the config of the drafter that drafted the blocks
     if recorded is None:
         _check_prompts(prompt_sets)
         sampling = {} if temperature == 0 else {"top_p": top_p, "top_k": top_k}
-        recorded = _record(pair, prompt_sets, max_new_tokens, temperature, batch_size, seed, sampling)
+        recorded = record_blocks(
+            pair, prompt_sets, max_new_tokens, temperature, batch_size=batch_size, seed=seed, **sampling
+        )
         own = pair.drafter.config
         if save_blocks is not None:
             recorded.save(Path(save_blocks).expanduser())
@@ -141,18 +125,10 @@ def run(
         "blocks": {name: int((halves.sets == name).sum()) for name in halves.names},
         "prompts": {name: int((halves.prompt_sets == name).sum()) for name in halves.names},
     }
-    used = {name: {"key": known.key, "made": known.made} for name, known in profiles.items()}
     files = [] if save_blocks is None else [save_blocks]
-    results = {"settings": settings, "sizes": sizes, "profiles": used} | values
+    results = {"settings": settings, "sizes": sizes, "profiles": start.origins} | values
     write_report(console, report, results, draw, output, markdown, plot, files)
     return 0
-
-
-def check_outputs(output: str | None, markdown: str | None, plot: str | None) -> None:
-    """Refuse, before anything long is begun, files that could not be written."""
-    check_writable("--output", output)
-    check_writable("--markdown", markdown)
-    check_plot_folder(plot)
 
 
 def write_report(
@@ -190,16 +166,6 @@ def write_report(
         console.print(f"Written: {path}", highlight=False)
 
 
-def _check_blocks(blocks: str | None, others: Mapping[str, Any]) -> None:
-    """With blocks nothing is recorded."""
-    given = [name for name, value in others.items() if value is not None]
-    if blocks is not None and given:
-        raise CommandError(
-            f"--blocks {blocks!r}: nothing is recorded then, and --{' --'.join(given)} has no effect; leave one of "
-            "the two out"
-        )
-
-
 def _check_prompts(prompt_sets: dict[str, list[str]]) -> None:
     for name, prompts in prompt_sets.items():
         if len(prompts) < 2:
@@ -207,23 +173,6 @@ def _check_prompts(prompt_sets: dict[str, list[str]]) -> None:
                 f"--tasks: {name!r} has {len(prompts)} prompt, and one half is judged by the other; give at least 2 "
                 "prompts of each set (and --limit 2 or more)"
             )
-
-
-def _record(
-    pair: Pair,
-    prompt_sets: dict[str, list[str]],
-    max_new_tokens: int,
-    temperature: float,
-    batch_size: int,
-    seed: int,
-    sampling: dict[str, Any],
-) -> Blocks:
-    from .blocks import record_blocks
-
-    with reporting(f"--target {pair.names[0]!r} with --drafter {pair.names[1]!r}"):
-        return record_blocks(
-            pair, prompt_sets, max_new_tokens, temperature, batch_size=batch_size, seed=seed, **sampling
-        )
 
 
 def _told(halves: Halves) -> str:

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .ablate import check_outputs, write_report
+from .ablate import write_report
 from .ablate_report import Report, Sheet, plot_cost
-from .command_files import read_prompts
+from .command_files import check_outputs, read_prompts
 from .decoding_methods import PLAIN, dspark_method, plain_method
-from .loading import CommandError, Pair, generation_options, left_padded, load_pair, reporting
+from .loading import CommandError, Pair, check_drafting, generation_options, left_padded, load_pair, reporting
 from .simulate import check_block_sizes, read_profile
 from .timing import BARE_STEPS, bare_draft_seconds, bare_step_seconds, timed_rows, warm_up
 
@@ -114,8 +114,7 @@ def run(
         `CommandError`: something given cannot be used.
     """
     check_outputs(output, markdown, plot)
-    if max_new_tokens < 2:
-        raise CommandError(f"--max-new-tokens {max_new_tokens}: drafting begins with the second; give at least 2")
+    check_drafting(max_new_tokens)
     rows = sorted(set(rows))
     known = None if profile is None else read_profile(profile)
 

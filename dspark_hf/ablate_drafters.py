@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .ablate import check_outputs, write_report
+from .ablate import write_report
 from .ablate_report import Report, Sheet, differences_sheet, plot_drafters
 from .card_inputs import TRAINING_NAME, read_training
+from .command_files import check_outputs
 from .evaluation import RATIOS, Batch, Setting, decode_texts, measure, summarise
 from .intervals import mean_ratio_difference_interval
 from .loading import (
     DEMO,
     CommandError,
     Pair,
+    check_drafting,
     check_source,
     generation_options,
     load_drafter,
@@ -121,8 +123,7 @@ def _check_drafters(drafters: Sequence[str], max_new_tokens: int) -> None:
         )
     for name in drafters:
         check_source("--drafters", name)
-    if max_new_tokens < 2:
-        raise CommandError(f"--max-new-tokens {max_new_tokens}: drafting begins with the second; give at least 2")
+    check_drafting(max_new_tokens)
 
 
 def labels_of(drafters: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .bench import check_lengths
 from .files import write_json
-from .loading import Pair, generation_options, left_padded, regime
+from .loading import CommandError, Pair, generation_options, left_padded, regime, reporting
 from .schedule_options import drafter_schedule
 
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from .decoding import DSparkGenerateOutput
-    from .modeling import DSparkConfig
     from .statistics import SpeculativeStats
 
 
@@ -131,11 +130,11 @@ def record_blocks(
         [`Blocks`], at least one.
 
     Raises:
-        `ValueError`: the drafter has no confidence head, or the texts have no room for a whole block.
-        `CommandError`: a sampling option was given for greedy decoding, or a prompt is too long or empty.
+        `CommandError`: the drafter has no confidence head, the pair does not go together, a sampling option was given
+            for greedy decoding, a prompt is too long or empty, or the texts have no room for a whole block.
     """
     block_size = pair.drafter.config.block_size
-    _check(pair.drafter.config, max_new_tokens)
+    _check(pair, max_new_tokens)
     import torch
 
     options = generation_options(max_new_tokens, temperature, top_p, top_k, threshold=0.0)
@@ -147,7 +146,8 @@ def record_blocks(
     rounds = accepted = tokens = 0
     start = time.perf_counter()
     bar = tqdm(total=len(waiting), desc=f"Blocks, {regime(temperature)}", unit="prompt")
-    with drafter_schedule(pair.drafter, "constant", 0.0), bar as progress:
+    about = reporting(f"--target {pair.names[0]!r} with --drafter {pair.names[1]!r}")
+    with about, drafter_schedule(pair.drafter, "constant", 0.0), bar as progress:
         for first in range(0, len(waiting), batch_size):
             batch = waiting[first : first + batch_size]
             stats = decode_batch(pair, [inputs for _, inputs in batch], options).speculative_stats
@@ -162,9 +162,9 @@ def record_blocks(
                 f"mean_acceptance_length {1 + accepted / max(rounds, 1):.2f}"
             )
     if not records:
-        raise ValueError(
-            f"All {len(waiting)} texts ended before a block of {block_size} could be verified whole; give "
-            "prompts with longer answers."
+        raise CommandError(
+            f"--max-new-tokens {max_new_tokens}: all {len(waiting)} texts ended before a block of {block_size} drafts "
+            "could be verified whole; give prompts with longer answers, or more tokens"
         )
     return Blocks(
         np.array([logits for _, _, logits, _ in records], dtype=float),
@@ -175,13 +175,17 @@ def record_blocks(
     )
 
 
-def _check(config: DSparkConfig, max_new_tokens: int) -> None:
+def _check(pair: Pair, max_new_tokens: int) -> None:
+    config = pair.drafter.config
     if not config.enable_confidence_head:
-        raise ValueError("The drafter has no confidence head, so there is nothing to calibrate; use another drafter.")
+        raise CommandError(
+            f"--drafter {pair.names[1]!r}: it has no confidence head, so its blocks say nothing; give another drafter"
+        )
     if max_new_tokens < config.block_size + 2:
-        raise ValueError(
-            f"`max_new_tokens` is {max_new_tokens}; blocks of {config.block_size} are verified whole from "
-            f"{config.block_size + 2} on. Give several times that."
+        least = config.block_size + 2
+        raise CommandError(
+            f"--max-new-tokens {max_new_tokens}: only from {least} tokens on does a text hold a whole block of "
+            f"{config.block_size} drafts; give at least {least}, and several times that for figures of any worth"
         )
 
 

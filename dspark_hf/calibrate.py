@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from .calibration import (
     scaled_survivals,
 )
 from .command_files import check_parent, check_plot, check_writable, read_prompts
-from .files import write_json
+from .files import whole_folder, write_json
 from .loading import DEMO, CommandError, Pair, generation_options, load_pair, regime, reporting, sampling_in_force
 from .reliability import ReliabilityRow, draw_reliability
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 KEY = "confidence_temperatures"
 # Fitted unless others are asked for: greedy decoding is a regime of its own, where the label is agreement.
 TEMPERATURES = (0.0, 1.0)
-_VERSIONS = ("dspark-hf", "torch", "transformers")
 
 PromptSets = dict[str, list[str]]
 # `record_blocks` but for what differs from part to part: the prompts, `temperature`, `top_p` and `top_k`.
@@ -113,8 +111,7 @@ def run(
     console.print(pair.description, highlight=False)
 
     def record(part: PromptSets, temperature: float, **sampling: Any) -> Blocks:
-        with reporting(f"--target {target!r} with --drafter {pair.names[1]!r}"):
-            return record_blocks(pair, part, max_new_tokens, temperature, batch_size=batch_size, seed=seed, **sampling)
+        return record_blocks(pair, part, max_new_tokens, temperature, batch_size=batch_size, seed=seed, **sampling)
 
     if destination is None:
         entries = stored_entries(pair, temperatures)
@@ -316,9 +313,8 @@ def write_fits(
 
 def config_entry(pair: Pair, fit: Fit, parts: tuple[PromptSets, PromptSets], max_new_tokens: int) -> dict[str, Any]:
     """A fit as an entry of the config's `confidence_temperatures`."""
-    from .environment import package_versions
+    from .environment import ENGINE, package_versions
 
-    versions = package_versions()
     prompts = [{name: len(prompts) for name, prompts in part.items()} for part in parts]
     return {
         "sampling_temperature": fit.fitted.sampling_temperature,
@@ -332,7 +328,7 @@ def config_entry(pair: Pair, fit: Fit, parts: tuple[PromptSets, PromptSets], max
             "max_new_tokens": max_new_tokens,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "versions": {name: versions[name] for name in _VERSIONS},
+            "versions": package_versions(ENGINE),
         },
     }
 
@@ -373,16 +369,9 @@ def copy_with_temperatures(source: Path, folder: Path, entries: Sequence[dict[st
         folder (`Path`): Does not exist, or is empty; its parent exists.
         entries (`Sequence[dict]`): As for [`write_temperatures`].
     """
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with whole_folder(folder) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINING_STATE))
         write_temperatures(unfinished, entries)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def drafter_folder(drafter: str) -> Path:

@@ -1,6 +1,7 @@
 """The `dspark` command.
 
-Torch and Transformers are imported by the commands that need them, after the arguments have been checked.
+Torch and Transformers are imported once the arguments are parsed: help and wrong options do not wait for them (but for
+those of `train`, most of which are the Trainer's own).
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from . import making_commands, measuring_commands
+from . import _set_up, making_commands, measuring_commands
 from .command_options import (
     Commands,
     Parser,
     add_pair,
     add_placement,
     add_sampling,
+    add_temperature,
     add_threshold,
     calling,
     positive_int,
-    temperature_value,
 )
 from .loading import CommandError
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = vars(build_parser().parse_args(argv))
         command: Callable[..., int] = arguments.pop("run")
         name = arguments.pop("command")
+    _set_up()
     try:
         return command(**arguments)
     except CommandError as error:
@@ -108,11 +110,9 @@ def _add_generate(commands: Commands) -> None:
     generate.add_argument("--prompt", required=True, help="the text to answer or to continue; - reads stdin")
     generate.add_argument("--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template")
     generate.add_argument("--stream", action="store_true", help="print as it comes, accepted draft tokens coloured")
-    generate.add_argument("--compare", action="store_true", help="time plain generate as well and compare")
+    generate.add_argument("--compare", action="store_true", help="time plain generate as well, in pairs of calls")
     generate.add_argument("--max-new-tokens", type=positive_int, default=256, help="default: %(default)s")
-    generate.add_argument(
-        "--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s"
-    )
+    add_temperature(generate)
     add_sampling(generate)
     add_threshold(generate)
     add_placement(generate, dtype="auto")

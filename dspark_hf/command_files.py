@@ -137,6 +137,13 @@ def check_plot_folder(plot: str | None) -> None:
     _check_matplotlib(plot)
 
 
+def check_outputs(output: str | None, markdown: str | None, plot: str | None) -> None:
+    """Refuse, before anything long is begun, files that could not be written."""
+    check_writable("--output", output)
+    check_writable("--markdown", markdown)
+    check_plot_folder(plot)
+
+
 def write_results(output: str, results: dict[str, Any]) -> None:
     """Write plain values to a JSON file, behind the command, the machine and the versions they come from."""
     origin = {"command": ["dspark", *sys.argv[1:]], "machine": machine(), "versions": package_versions()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from .loading import DEMO, DTYPES
@@ -34,19 +34,66 @@ def calling(module: str, function: str = "run") -> Callable[..., int]:
     return call
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The option that names a target."""
+    parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+
+
 def add_pair(parser: argparse.ArgumentParser) -> None:
     """Options that name a target and a drafter."""
-    parser.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    add_target(parser)
     parser.add_argument("--drafter", help="folder or Hub id of a drafter for this target; default: the demo's")
 
 
-def add_prompts(parser: argparse.ArgumentParser) -> None:
+def add_prompts(parser: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:
     """Options that name prompts and say how far they are decoded."""
     parser.add_argument(
         "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
     )
     parser.add_argument("--limit", type=positive_int, help="prompts of each file; default: all")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=128, help="default: %(default)s")
+    _add_length(parser, max_new_tokens)
+
+
+def add_tasks(parser: argparse.ArgumentParser) -> None:
+    """Options that name prompts by set and say how they are decoded."""
+    parser.add_argument(
+        "--tasks",
+        help="separated by commas: names of sets, .jsonl files with the field 'prompt', or datasets as "
+        "NAME:SPLIT:COLUMN; default: all sets",
+    )
+    parser.add_argument("--prompts", metavar="FOLDER", help="sets, as .jsonl files; default: the bundled ones")
+    parser.add_argument("--limit", type=positive_int, help="prompts of each set; default: all")
+    _add_length(parser, 128)
+    add_batch_size(parser)
+
+
+def _add_length(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, default=max_new_tokens, help="of each text; default: %(default)s"
+    )
+
+
+def add_batch_size(parser: argparse.ArgumentParser) -> None:
+    """The option of how many prompts are decoded at a time."""
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="prompts at a time; default: %(default)s")
+
+
+def add_temperature(parser: argparse.ArgumentParser) -> None:
+    """The option of one sampling temperature."""
+    parser.add_argument("--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s")
+
+
+def add_temperatures(parser: argparse._ActionsContainer, what: str, default: str) -> None:
+    """The option of several sampling temperatures, with what is done at each; the default is told as `default`."""
+    parser.add_argument(
+        "--temperature",
+        dest="temperatures",
+        metavar="T",
+        type=temperature_value,
+        nargs="+",
+        action="extend",
+        help=f"{what} at each of these, 0 is greedy; default: {default}",
+    )
 
 
 def add_sampling(
@@ -65,6 +112,48 @@ def add_threshold(parser: argparse.ArgumentParser) -> None:
         type=threshold_value,
         help="assistant_confidence_threshold, 0 sends whole blocks; default: drafter's",
     )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """The option that says what rounds cost."""
+    parser.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
+
+
+def add_rows(parser: argparse.ArgumentParser, rows: Sequence[int], told: str | None = None) -> None:
+    """Options of how many rows there are at once, by default `rows`, and what each holds."""
+    parser.add_argument(
+        "--context", type=positive_int, default=256, help="tokens that each row holds; default: %(default)s"
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="R",
+        type=positive_int,
+        nargs="+",
+        default=list(rows),
+        help=f"numbers of concurrent rows; default: {told or ' '.join(map(str, rows))}",
+    )
+
+
+def add_simulation(parser: argparse.ArgumentParser, rows: Sequence[int], told: str | None = None) -> None:
+    """Options of schedules over recorded blocks."""
+    parser.add_argument(
+        "--blocks", metavar="FILE", help="recorded blocks (dspark calibrate); default: records some first"
+    )
+    add_costs(parser)
+    parser.add_argument(
+        "--gpu-like", action="store_true", help="made-up, jagged costs in the manner of a GPU: alone or with --profile"
+    )
+    add_rows(parser, rows, told)
+    parser.add_argument(
+        "--rounds", type=positive_int, default=200, help="for each number of rows; default: %(default)s"
+    )
+
+
+def add_results(parser: argparse.ArgumentParser, markdown: str, plots: str) -> None:
+    """Options of the files that figures go to, and what is in them."""
+    parser.add_argument("--output", metavar="FILE", help="write all numbers to this JSON file")
+    parser.add_argument("--markdown", metavar="FILE", help=f"write {markdown} to this Markdown file")
+    parser.add_argument("--plot", metavar="FOLDER", help=f"draw {plots}, as PNG files")
 
 
 def add_placement(parser: argparse.ArgumentParser, dtype: str) -> None:

@@ -1,7 +1,8 @@
 """
 Training data: whole conversations as tokens, with a mask of those that the target wrote.
 
-A data set is a folder that `datasets.load_from_disk` reads, with one record a sample:
+A data set is a folder that `datasets.load_from_disk` reads, or one of Parquet files as on the Hub, with one record a
+sample:
 
 - `input_ids` (`list[int]`): the conversation, the chat template's tokens included;
 - `loss_mask` (`list[int]`): of the same length, 1 at the target's own tokens, the one that ends a turn included;
@@ -18,8 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,12 +30,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 NEEDED_COLUMNS = ("input_ids", "loss_mask")
 # Of the lengths that statistics tell of.
 QUANTILES = (0.05, 0.5, 0.95, 1.0)
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def import_datasets() -> ModuleType:
@@ -47,8 +45,8 @@ def import_datasets() -> ModuleType:
     """
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
-            "Training data needs the package datasets, which is not here: pip install 'dspark-hf[train]' (in a "
-            "checkout '.[train]')."
+            "the package datasets is needed, and is not here; pip install 'dspark-hf[train]' (in a checkout "
+            "'.[train]')"
         )
     import datasets
 
@@ -61,7 +59,7 @@ def load_training_data(folder: str | Path) -> Dataset:
     columns `input_ids` and `loss_mask`.
 
     Args:
-        folder (`str` or `Path`): As `datasets.load_from_disk` takes it.
+        folder (`str` or `Path`): As `datasets.load_from_disk` takes it, or with `.parquet` files.
 
     Raises:
         `ImportError`: if `datasets` is missing.
@@ -69,6 +67,8 @@ def load_training_data(folder: str | Path) -> Dataset:
     """
     datasets = import_datasets()
     path = Path(folder).expanduser()
+    if files := sorted(path.glob("*.parquet")):
+        return _checked(datasets.Dataset(_read_tables(files, folder)), folder)
     if not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
         unfinished = path.with_name(path.name + ".work")
         advice = (
@@ -81,7 +81,23 @@ def load_training_data(folder: str | Path) -> Dataset:
     with open(path / "state.json", encoding="utf-8") as file:
         if not json.load(file)["_data_files"]:  # which `datasets` cannot load
             raise ValueError(f"{folder} is empty; make the data again, with prompts.")
-    data = datasets.load_from_disk(str(path))
+    return _checked(datasets.load_from_disk(str(path)), folder)
+
+
+def _read_tables(files: Sequence[Path], folder: str | Path) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{folder} has Parquet files that cannot be read together: {error}") from error
+    if not len(table):
+        raise ValueError(f"{folder} is empty; make the data again, with prompts.")
+    return table
+
+
+def _checked(data: Dataset, folder: str | Path) -> Dataset:
     missing = [name for name in NEEDED_COLUMNS if name not in data.column_names]
     if missing:
         raise ValueError(
@@ -200,82 +216,3 @@ def data_statistics(data: Dataset) -> DataStatistics:
     known = sorted({value for value in temperatures if value is not None})
     by_temperature = groups(temperatures, known + [None] * (None in temperatures))
     return DataStatistics(GroupStatistics.of(*numbers), groups(sources, sorted(set(sources))), by_temperature)
-
-
-def chat_loss_mask(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, str]],
-    end_tokens: Collection[int] = (),
-    template_options: dict[str, Any] | None = None,
-) -> tuple[list[int], list[int]]:
-    """
-    A conversation as tokens, and which of them the assistant wrote.
-
-    A template that marks its assistant turns (`{% generation %}`) is asked; otherwise a turn is what the template
-    adds to the conversation before it. In both cases a turn lasts through the token that ends it, and what the
-    template puts behind that (often a newline) is not the assistant's.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): With a chat template.
-        messages (`Sequence[dict]`): With `role` and `content`.
-        end_tokens (`Collection[int]`, *optional*): Tokens that end a turn; by default the tokenizer's `eos_token_id`.
-        template_options (`dict`, *optional*): Handed to the template, for example `{"enable_thinking": False}`.
-
-    Returns:
-        `tuple`: `input_ids` and `loss_mask`, lists of the same length.
-
-    Raises:
-        `ValueError`: if the template has no such marks and rewrites earlier turns, so that what it adds cannot be
-            told.
-    """
-    options = template_options or {}
-    ends = set(end_tokens) or {tokenizer.eos_token_id}
-    if tokenizer.is_fast and _GENERATION_MARK.search(tokenizer.get_chat_template()):
-        encoded = tokenizer.apply_chat_template(
-            list(messages), return_dict=True, return_assistant_tokens_mask=True, **options
-        )
-        token_ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
-    else:
-        token_ids, mask = _mask_by_prefixes(tokenizer, list(messages), options)
-    return token_ids, _through_end_of_turn(token_ids, mask, ends)
-
-
-def _mask_by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: dict[str, Any]
-) -> tuple[list[int], list[int]]:
-    def encode(count: int, **more: bool) -> list[int]:
-        encoded = tokenizer.apply_chat_template(messages[:count], return_dict=True, **more, **options)
-        return list(encoded["input_ids"])
-
-    token_ids = encode(len(messages))
-    mask = [0] * len(token_ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:
-            raise ValueError("The conversation begins with an assistant's turn; it must begin with a user's.")
-        before, through = encode(index, add_generation_prompt=True), encode(index + 1)
-        if through[: len(before)] != before or token_ids[: len(through)] != through:
-            raise ValueError(
-                f"The chat template writes message {index + 1} of {len(messages)} differently when other messages "
-                "follow or precede it, so the assistant's tokens cannot be told from the others. Use a template with "
-                "{% generation %} marks, or conversations with one assistant turn."
-            )
-        mask[len(before) : len(through)] = [1] * (len(through) - len(before))
-    return token_ids, mask
-
-
-def _through_end_of_turn(token_ids: Sequence[int], mask: Sequence[int], ends: Collection[int]) -> list[int]:
-    """A mask whose turns end with their last end token, or with one that stands right behind them."""
-    mask, start = list(mask), 0
-    while 1 in mask[start:]:
-        first = mask.index(1, start)
-        behind = mask.index(0, first) if 0 in mask[first:] else len(mask)
-        last = next((place for place in range(behind - 1, first - 1, -1) if token_ids[place] in ends), None)
-        if last is not None:
-            mask[last + 1 : behind] = [0] * (behind - last - 1)
-        elif behind < len(mask) and token_ids[behind] in ends:
-            mask[behind] = 1
-            behind += 1
-        start = behind
-    return mask

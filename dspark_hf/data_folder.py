@@ -16,7 +16,7 @@ from typing import Any
 
 from .data import import_datasets
 from .files import write_json, write_text
-from .loading import CommandError
+from .loading import CommandError, told
 
 
 # Records that are made a table of at a time.
@@ -66,7 +66,8 @@ class DataFolder:
             old, new = found.get(name), self.settings.get(name)
             if old != new:
                 # What is not an argument is a hash.
-                change = f"{_told(new)} and was {_told(old)}" if name.startswith("--") else "not what it was"
+                new, old = ("left out" if value is None else told(value) for value in (new, old))
+                change = f"{new} and was {old}" if name.startswith("--") else "not what it was"
                 raise CommandError(
                     f"--output {str(self.path)!r}: {name} is {change} when it was begun; give what was given then, or "
                     "another --output"
@@ -163,9 +164,3 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def _told(value: Any) -> str:
-    if value is None:
-        return "left out"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

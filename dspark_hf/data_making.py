@@ -6,14 +6,14 @@ import datetime
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .answering import Answering, AnswerSettings
 from .batch_decoding import Sampling, check_sampling
-from .chat_format import ChatFormat, end_tokens
-from .data import chat_loss_mask
+from .chat_format import ChatFormat, chat_loss_mask, end_tokens
 from .data_folder import DataFolder
 from .environment import machine, package_versions
 from .loading import CommandError, load_target, load_tokenizer, reporting, resolve_target, sampling_in_force
@@ -118,7 +118,10 @@ class Making:
                 ExcludedTexts(excluded),
                 Shards(self.folder.work / "prompts"),
             )
-        with Progress("Prompts", settings.count, len(synthesis.prompts), "prompt") as progress:
+        if synthesis.texts:
+            self._go_on("prompts", f"{len(synthesis.prompts)} of {settings.count} prompts are written")
+        bar = Progress("Prompts", settings.count, len(synthesis.prompts), "prompt")
+        with bar as progress, self._reporting():
             complete = synthesis.run(self.deadline, progress)
         self.console.print(
             f"{len(synthesis.prompts)} prompts of {synthesis.texts} texts that the target wrote; dropped: "
@@ -143,7 +146,11 @@ class Making:
         shards = Shards(self.folder.work / "answers")
         answering = Answering(self.target, self.chat, prompts, settings, shards)
         self._announce(len(prompts), settings)
-        with Progress("Answers", answering.total, answering.done, "sample") as progress:
+        if len(shards):
+            tokens = sum(sum(record["loss_mask"]) for record in shards.records())
+            self._go_on("answers", f"{answering.done} of {answering.total} samples, {tokens:,} tokens, are done")
+        bar = Progress("Answers", answering.total, answering.done, "sample")
+        with bar as progress, self._reporting():
             complete = answering.run(self.deadline, progress)
         too_long = sum(answering.too_long.values())
         if next(shards.records(), None) is None:
@@ -161,6 +168,10 @@ class Making:
         self.folder.write(shards.records(), origin() | self.facts | done, complete, files if written else {})
         return complete
 
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Context in which errors about texts, as of a template that fails on one of them, are the caller's."""
+        return reporting(f"--target {self.folder.settings['--target']!r}")
+
     def _settings(self) -> AnswerSettings:
         given, sampling = self.folder.settings, Sampling()
         if max(given["--temperature"]) > 0:
@@ -175,6 +186,10 @@ class Making:
             batch_size=self.batch_size,
             seed=given["--seed"],
         )
+
+    def _go_on(self, part: str, found: str) -> None:
+        """Say what an earlier run has left."""
+        self.console.print(f"Going on with {self.folder.work / part}: {found}.", soft_wrap=True, highlight=False)
 
     def _announce(self, prompts: int, settings: AnswerSettings) -> None:
         temperatures = " ".join(f"{temperature:g}" for temperature in settings.temperatures)

@@ -24,7 +24,6 @@ from transformers.generation.streamers import BaseStreamer
 from . import sampling
 from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits
 from .compat import CACHE_NAME
-from .flattened_stream import FlattenedStream
 from .processing import ProcessorChain
 from .profiles import explain_missing, find_profile
 from .sampling import Verdict, Verification
@@ -32,6 +31,7 @@ from .schedule_options import ScheduleOptions
 from .scheduling import HARDWARE_AWARE, Costs, Scheduler
 from .sequences import Sequences
 from .slot_cache import UnsupportedAttention
+from .slot_stream import SlotStream
 from .statistics import Decision, SpeculativeStats
 from .streaming import DSparkStreamer
 from .synthetic import synthetic_in_force
@@ -327,7 +327,7 @@ class _Run:
         except UnsupportedAttention as reason:
             self._leave_flattened_stream(reason)
             output = self.stream.verify(tokens, counts)
-        if not self.returns_cache and isinstance(self.stream, FlattenedStream):
+        if not self.returns_cache and isinstance(self.stream, SlotStream):
             self.prompt.cache = None  # its keys and values are in slots now
         return output
 
@@ -335,7 +335,7 @@ class _Run:
         """The first stream showed that this target's attention does not go through the interface."""
         if self.stats.rounds:
             raise RuntimeError(f"{type(self.target).__name__} changed its attention while generating: {reason}.")
-        logger.info("%s is verified row by row: its attention has %s.", type(self.target).__name__, reason)
+        logger.info("%s is not flattened: its attention has %s.", type(self.target).__name__, reason)
         mark_unstreamable(self.target, len(self.active))
         self.stream = open_stream(self.target, self.prompt, self.config, self.taps)
         self.stream.keep_rows(self.active)

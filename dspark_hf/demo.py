@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from .command_files import read_prompts
 from .decoding_methods import DSPARK, PLAIN, Method, dspark_method, plain_method
 from .loading import DEMO, Pair, generation_options, load_pair
+from .statistics import SpeculativeStats
 from .timing import Call, timed_generate, warm_up
 
 
@@ -123,7 +124,7 @@ def print_comparison(comparisons: Sequence[Comparison], pair: Pair, console: Con
     table.add_column("identical\ntext", justify="right")
     for number, comparison in enumerate(comparisons, start=1):
         identical = "yes" if comparison.first_difference is None else "no"
-        length = _mean_acceptance_length([comparison])
+        length = pooled([comparison]).mean_acceptance_length
         table.add_row(
             str(number),
             str(len(comparison.dspark[0].new_token_ids)),
@@ -134,30 +135,31 @@ def print_comparison(comparisons: Sequence[Comparison], pair: Pair, console: Con
             identical if greedy else "sampled",
         )
     console.print(table)
-    acceptance = acceptance_by_position([call for comparison in comparisons for call in comparison.dspark])
-    console.print(f"Acceptance by block position: {format_positions(acceptance)}", highlight=False)
+    repetitions = len(comparisons[0].plain)
+    if repetitions > 1:
+        console.print(
+            f"Speeds are medians of {repetitions} calls each; the ratio is the median over the {repetitions} pairs of "
+            "neighbouring calls, not the quotient of the two speeds.",
+            highlight=False,
+        )
+    acceptance = format_positions(pooled(comparisons).acceptance_by_position)
+    console.print(f"Acceptance by block position: {acceptance}", highlight=False)
     for sentence in remarks(comparisons, pair, greedy):
         console.print(sentence, highlight=False, markup=False)
 
 
-def acceptance_by_position(calls: Sequence[Call]) -> list[float | None]:
-    """Accepted over verified at each block position, among the rounds whose earlier drafts were all accepted."""
-    stats = [call.stats for call in calls if call.stats is not None]
-    width = max((len(one.sent_by_position) for one in stats), default=0)
-    acceptance: list[float | None] = []
-    for position in range(width):
-        reaching = [one for one in stats if position < len(one.sent_by_position)]
-        sent = sum(one.sent_by_position[position] for one in reaching)
-        accepted = sum(one.accepted_by_position[position] for one in reaching)
-        acceptance.append(accepted / sent if sent else None)
-    return acceptance
+def pooled(comparisons: Sequence[Comparison]) -> SpeculativeStats:
+    """Counts of all of DSpark's calls together."""
+    stats = [call.stats for comparison in comparisons for call in comparison.dspark if call.stats is not None]
+    return SpeculativeStats.total(stats, max((len(one.sent_by_position) for one in stats), default=0))
 
 
 def remarks(comparisons: Sequence[Comparison], pair: Pair, greedy: bool) -> list[str]:
     """What the table does not say by itself: why it is slower if it is, and where texts differ if they do."""
     sentences = []
     ratio = statistics.median(comparison.ratio for comparison in comparisons)
-    length = _mean_acceptance_length(comparisons)
+    counts = pooled(comparisons)
+    length = counts.mean_acceptance_length
     if ratio < 1 and length is not None:
         cost = length / ratio
         weak = "the bundled drafter is a weak one" if pair.names[1] == DEMO else "this drafter's guesses"
@@ -168,9 +170,8 @@ def remarks(comparisons: Sequence[Comparison], pair: Pair, greedy: bool) -> list
         )
     elif ratio >= 1:
         sentences.append(f"DSpark is {ratio:.2f} times as fast as plain generate here.")
-    rounds = sum(call.stats.rounds for comparison in comparisons for call in comparison.dspark if call.stats)
-    if rounds < FEW_ROUNDS:
-        sentences.append(f"These are only {rounds} rounds: too few for a figure; raise --max-new-tokens.")
+    if counts.rounds < FEW_ROUNDS:
+        sentences.append(f"These are only {counts.rounds} rounds: too few for a figure; raise --max-new-tokens.")
     if pair.names[1] == DEMO:
         sentences.append("School maths is what the bundled drafter does best; other prompts accept less.")
     differing = [
@@ -189,14 +190,6 @@ def remarks(comparisons: Sequence[Comparison], pair: Pair, greedy: bool) -> list
                 "over one, so near-ties can fall the other way; --dtype float32 is exact."
             )
     return sentences
-
-
-def _mean_acceptance_length(comparisons: Sequence[Comparison]) -> float | None:
-    stats = [call.stats for comparison in comparisons for call in comparison.dspark if call.stats is not None]
-    rounds = sum(one.rounds for one in stats)
-    if rounds == 0:
-        return None
-    return sum((one.mean_acceptance_length or 0) * one.rounds for one in stats) / rounds
 
 
 def run(

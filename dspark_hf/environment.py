@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -21,6 +22,8 @@ PACKAGES = (
     "peft",
     "datasets",
 )
+# Those that texts, and how fast they come, depend on.
+ENGINE = PACKAGES[:3]
 
 
 def cache_folder() -> Path:
@@ -44,10 +47,10 @@ def cache_folder() -> Path:
     return folder if explicit else folder / "dspark_hf"
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of dspark_hf and of the packages it works with; "not installed" for those that are absent."""
     versions = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

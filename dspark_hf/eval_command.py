@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_files import check_plot_folder, check_writable, write_results
-from .loading import CommandError, Pair, generation_options, load_pair, reporting
+from .command_files import check_outputs, write_results
+from .files import write_text
+from .loading import CommandError, Pair, check_drafting, generation_options, load_pair, machine_profile, reporting
 from .scheduling import HARDWARE_AWARE
 from .tasks import read_tasks
 from .work_file import WorkFile
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .evaluation import Batch, Setting
 
 TEMPERATURES = (0.0, 1.0)
-_VERSIONS = ("dspark-hf", "torch", "transformers")
 
 
 def run(
@@ -61,9 +61,7 @@ def run(
     temperatures = list(dict.fromkeys(temperatures or TEMPERATURES))
     generation_options(max_new_tokens, max(temperatures), top_p, top_k)  # refuses what has no effect
     _check_arguments(max_new_tokens, schedule, threshold, time_limit, output)
-    check_writable("--output", output)
-    check_writable("--markdown", markdown)
-    check_plot_folder(plot)
+    check_outputs(output, markdown, plot)
     prompt_sets = read_tasks(tasks, prompts, limit)
 
     from rich.console import Console
@@ -114,7 +112,7 @@ def run(
     print_report(results, console)
     written = []
     if markdown is not None:
-        Path(markdown).expanduser().write_text(markdown_report(results), encoding="utf-8")
+        write_text(Path(markdown).expanduser(), markdown_report(results))
         written.append(markdown)
     if plot is not None:
         written += write_plots(Path(plot).expanduser(), results, settings, by_setting, pair.drafter.config)
@@ -130,8 +128,7 @@ def run(
 def _check_arguments(
     max_new_tokens: int, schedule: str, threshold: float | None, time_limit: float | None, output: str | None
 ) -> None:
-    if max_new_tokens < 2:
-        raise CommandError(f"--max-new-tokens {max_new_tokens}: drafting begins with the second; give at least 2")
+    check_drafting(max_new_tokens)
     if threshold is not None and schedule != "confidence":
         raise CommandError(f"--threshold {threshold:g}: only --schedule confidence has one; give that as well")
     if time_limit is not None and output is None:
@@ -142,19 +139,14 @@ def _check_arguments(
 
 def _threshold(pair: Pair, schedule: str, threshold: float | None) -> float:
     """The threshold in force, where the schedule can be had at all."""
-    from .profiles import find_profile
-
     if schedule == "constant":
         return 0.0
     if not pair.drafter.config.enable_confidence_head:
         raise CommandError(
             f"--schedule {schedule}: the drafter {pair.names[1]!r} has no confidence head; give constant"
         )
-    if schedule in HARDWARE_AWARE and find_profile(pair.target, pair.drafter) is None:
-        raise CommandError(
-            f"--schedule {schedule}: this machine has no profile of the pair with this dtype, these threads and "
-            "versions; run `dspark profile` first, with the same --target, --drafter, --dtype, --device and --threads"
-        )
+    if schedule in HARDWARE_AWARE:
+        machine_profile(pair, f"--schedule {schedule}")
     if threshold is not None or schedule in HARDWARE_AWARE:
         return threshold or 0.0
     from transformers import GenerationConfig
@@ -169,9 +161,8 @@ def _asked_for(
     """All that the numbers depend on, speeds included, under the names of the arguments where there are such."""
     import torch
 
-    from .environment import package_versions
+    from .environment import ENGINE, package_versions
 
-    versions = package_versions()
     weights = 0
     for parameter in pair.drafter.state_dict().values():
         weights = zlib.crc32(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), weights)
@@ -191,7 +182,7 @@ def _asked_for(
         "dtype": str(pair.target.dtype),
         "device": str(pair.target.device),
         "threads": torch.get_num_threads(),
-        "versions": {name: versions[name] for name in _VERSIONS},
+        "versions": package_versions(ENGINE),
     }
 
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .chat_format import apply_template
+
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .modeling import DSparkDraftModel
+    from .profiles import Profile
 
 DEMO = "demo"
 MOST_THREADS = 4096
@@ -37,6 +40,11 @@ def reporting(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         raise CommandError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def told(value: Any) -> str:
+    """An option's value as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Pair:
 
         Raises:
             `CommandError`: a chat was asked for and the tokenizer has no template, or thinking and the template has no
-                such choice, or the prompt is empty.
+                such choice, or the template fails, or the prompt is empty.
         """
         has_template = self.tokenizer.chat_template is not None
         if thinking is not None and not (has_template and THINKING in self.tokenizer.get_chat_template()):
@@ -90,10 +98,10 @@ class Pair:
             raise CommandError("--prompt: it holds half of a surrogate pair, which is no character; take it out")
         if has_template and chat is not False:
             turn = [{"role": "user", "content": prompt}]
-            asked = {} if thinking is None else {THINKING: thinking}
-            encoded = self.tokenizer.apply_chat_template(
-                turn, add_generation_prompt=True, return_dict=True, return_tensors="pt", **asked
-            )
+            asked: dict[str, Any] = {} if thinking is None else {THINKING: thinking}
+            asked |= {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            with reporting(f"--target {self.names[0]!r}"):
+                encoded = apply_template(self.tokenizer, turn, **asked)
         else:
             encoded = self.tokenizer(prompt, return_tensors="pt")
         if encoded["input_ids"].shape[-1] == 0:
@@ -131,13 +139,34 @@ def load_pair(
             )
         drafter = DEMO
     check_source("--drafter", drafter)
-    model, source = load_target(target, dtype, device, threads)
-
-    from transformers import AutoTokenizer
-
-    with reporting(f"--target {target!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    model, _ = load_target(target, dtype, device, threads)
+    tokenizer = load_tokenizer(target)
     return Pair(model, load_drafter(drafter, model), tokenizer, (target, drafter))
+
+
+def machine_profile(pair: Pair, asked: str, instead: str = "") -> Profile:
+    """
+    What this machine has stored of a pair.
+
+    Args:
+        pair ([`Pair`]): As it is used.
+        asked (`str`): The option that needs it, for messages.
+        instead (`str`, *optional*): What else could be given, for messages.
+
+    Raises:
+        `CommandError`: it has none, or of the target alone.
+    """
+    from .profiles import explain_missing, find_profile
+
+    profile = find_profile(pair.target, pair.drafter)
+    if profile is None or not profile.block_size:
+        alone = "this machine's profile is of the target alone"
+        why = explain_missing(pair.target, pair.drafter) if profile is None else alone
+        raise CommandError(
+            f"{asked}: {why}; run `dspark profile` first, with the same --target, --drafter, --dtype, --device and "
+            f"--threads{instead}"
+        )
+    return profile
 
 
 def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:
@@ -146,8 +175,8 @@ def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:
     Raises:
         `CommandError`: it cannot be loaded.
     """
-    from . import DSparkDraftModel
     from .demo_target import demo_drafter_folder
+    from .modeling import DSparkDraftModel
 
     with reporting(f"--drafter {drafter!r}"):
         source = demo_drafter_folder() if drafter == DEMO else drafter
@@ -266,6 +295,12 @@ def resolve_device(device: str) -> torch.device:
             f"--device {device!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here; use --device cpu"
         )
     return placement
+
+
+def check_drafting(max_new_tokens: int) -> None:
+    """Refuse texts in which nothing could be drafted."""
+    if max_new_tokens < 2:
+        raise CommandError(f"--max-new-tokens {max_new_tokens}: drafting begins with the second; give at least 2")
 
 
 def generation_options(

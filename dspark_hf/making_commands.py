@@ -8,12 +8,12 @@ from .command_options import (
     Commands,
     add_placement,
     add_sampling,
+    add_target,
+    add_temperatures,
     calling,
     minutes_value,
     positive_int,
-    temperature_value,
 )
-from .loading import DEMO
 
 
 def add_prepare_data(commands: Commands) -> None:
@@ -24,7 +24,7 @@ def add_prepare_data(commands: Commands) -> None:
         description="Let the target answer prompts and write a data set of whole conversations, with a mask of the "
         "tokens that the target wrote. It can be stopped at any moment; the same command goes on.",
     )
-    prepare.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    add_target(prepare)
     prepare.add_argument("--output", required=True, metavar="FOLDER", help="for the data set")
     given = prepare.add_argument_group("prompts")
     given.add_argument(
@@ -51,7 +51,8 @@ def add_prepare_data(commands: Commands) -> None:
     given.add_argument(
         "--keep-responses",
         action="store_true",
-        help="decode nothing: take conversations with the assistant's turns that they have",
+        help="decode nothing: take conversations with the assistant's turns that they have; of the options of "
+        "decoding only --thinking goes with it",
     )
     given.add_argument(
         "--synthesize",
@@ -75,21 +76,13 @@ def add_prepare_data(commands: Commands) -> None:
         help="with --synthesize: prompts to write others like, as for --prompts",
     )
     decoding = prepare.add_argument_group("decoding")
-    decoding.add_argument(
-        "--temperature",
-        dest="temperatures",
-        metavar="T",
-        type=temperature_value,
-        nargs="+",
-        action="extend",
-        help="answer at each of these, 0 is greedy; default: 1",
-    )
+    add_temperatures(decoding, "answer", "1")
     decoding.add_argument(
         "--samples-per-prompt",
         type=positive_int,
         help="answers to a prompt, the temperatures taken in turn; default: one at each temperature",
     )
-    decoding.add_argument("--max-new-tokens", type=positive_int, default=512, help="default: %(default)s")
+    decoding.add_argument("--max-new-tokens", type=positive_int, help="of an answer; default: 512")
     add_sampling(decoding)
     decoding.add_argument(
         "--thinking",
@@ -97,7 +90,7 @@ def add_prepare_data(commands: Commands) -> None:
         default="default",
         help="enable_thinking, for chat templates that know of it; default: the template's own",
     )
-    decoding.add_argument("--batch-size", type=positive_int, default=64, help="default: %(default)s")
+    decoding.add_argument("--batch-size", type=positive_int, help="default: 64")
     decoding.add_argument(
         "--time-limit",
         metavar="MINUTES",

@@ -7,10 +7,19 @@ import argparse
 from .command_options import (
     Commands,
     Parser,
+    add_batch_size,
+    add_costs,
     add_pair,
     add_placement,
     add_prompts,
+    add_results,
+    add_rows,
     add_sampling,
+    add_simulation,
+    add_target,
+    add_tasks,
+    add_temperature,
+    add_temperatures,
     add_threshold,
     auc_value,
     calling,
@@ -20,10 +29,9 @@ from .command_options import (
     probability_value,
     seconds_value,
     share_value,
-    temperature_value,
     threshold_value,
 )
-from .loading import DEMO, CommandError
+from .loading import CommandError, told
 from .scheduling import SCHEDULES
 
 
@@ -38,7 +46,7 @@ def add_bench(commands: Commands) -> None:
     )
     add_pair(bench)
     add_prompts(bench)
-    bench.add_argument("--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s")
+    add_temperature(bench)
     add_sampling(bench, top_p="1, no truncation", top_k="0, no truncation")
     bench.add_argument("--repetitions", type=positive_int, default=3, help="default: %(default)s")
     bench.add_argument(
@@ -130,7 +138,7 @@ def add_profile(commands: Commands) -> None:
         "where generate finds it. It holds for this machine, dtype, number of threads and these versions; what was "
         "stored is shown again. Let nothing else run meanwhile.",
     )
-    profile.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    add_target(profile)
     profile.add_argument(
         "--drafter", help="folder or Hub id of a drafter for this target, or none; default: the demo's"
     )
@@ -138,7 +146,12 @@ def add_profile(commands: Commands) -> None:
         "--contexts", metavar="C", type=positive_int, nargs="+", help="tokens that rows hold; default: 128 512 2048"
     )
     profile.add_argument("--most-tokens", type=positive_int, help="of a step; default: 256")
-    profile.add_argument("--budget", metavar="SECONDS", type=seconds_value, help="for measuring; default: 120")
+    profile.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=seconds_value,
+        help="for all but loading the models; a target too slow for three sweeps takes longer; default: 120",
+    )
     profile.add_argument("--force", action="store_true", help="measure although there is a stored profile")
     profile.add_argument("--plot", metavar="FILE", help="draw SPS(B), tokens a second and drafts, as PNG")
     profile.add_argument("--output", metavar="FILE", help="write a copy to this JSON file")
@@ -157,16 +170,8 @@ def add_calibrate(commands: Commands) -> None:
     )
     add_pair(calibrate)
     add_prompts(calibrate)
-    calibrate.add_argument("--batch-size", type=positive_int, default=8, help="default: %(default)s")
-    calibrate.add_argument(
-        "--temperature",
-        dest="temperatures",
-        metavar="T",
-        type=temperature_value,
-        nargs="+",
-        action="extend",
-        help="fit at each of these, 0 is greedy; default: 0 1, with --check all that were fitted",
-    )
+    add_batch_size(calibrate)
+    add_temperatures(calibrate, "fit", "0 1, with --check all that were fitted")
     add_sampling(calibrate)
     calibrate.add_argument(
         "--holdout",
@@ -201,16 +206,8 @@ def add_eval(commands: Commands) -> None:
         "same command.",
     )
     add_pair(evaluate)
-    _add_sets(evaluate)
-    evaluate.add_argument(
-        "--temperature",
-        dest="temperatures",
-        metavar="T",
-        type=temperature_value,
-        nargs="+",
-        action="extend",
-        help="measure at each of these, 0 is greedy; default: 0 1",
-    )
+    add_tasks(evaluate)
+    add_temperatures(evaluate, "measure", "0 1")
     add_sampling(evaluate)
     evaluate.add_argument(
         "--thinking",
@@ -225,9 +222,7 @@ def add_eval(commands: Commands) -> None:
     evaluate.add_argument(
         "--time-limit", metavar="MINUTES", type=positive_minutes_value, help="stop then; run again to go on"
     )
-    evaluate.add_argument("--output", metavar="FILE", help="write all numbers to this JSON file")
-    evaluate.add_argument("--markdown", metavar="FILE", help="write the tables of a model card")
-    evaluate.add_argument("--plot", metavar="FOLDER", help="draw acceptance, reliability and the temperature sweep")
+    add_results(evaluate, "the tables of a model card", "acceptance, reliability and the temperature sweep")
     add_placement(evaluate, dtype="auto")
     evaluate.set_defaults(run=calling("eval_command"))
 
@@ -242,27 +237,9 @@ def add_simulate(commands: Commands) -> None:
         "drafter that drafted the blocks; with --blocks, of the one that --drafter names, else not at all.",
     )
     add_pair(simulate)
-    simulate.add_argument("--blocks", help="file of recorded blocks (dspark calibrate); default: records some first")
     add_prompts(simulate)
-    simulate.add_argument(
-        "--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s"
-    )
-    simulate.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
-    simulate.add_argument(
-        "--gpu-like", action="store_true", help="made-up, jagged costs in the manner of a GPU: alone or with --profile"
-    )
-    simulate.add_argument(
-        "--context", type=positive_int, default=256, help="tokens that each row holds; default: %(default)s"
-    )
-    simulate.add_argument(
-        "--rows",
-        metavar="R",
-        type=positive_int,
-        nargs="+",
-        default=[2**power for power in range(10)],
-        help="numbers of concurrent rows; default: 1 2 4 ... 512",
-    )
-    simulate.add_argument("--rounds", type=positive_int, default=200, help="of each; default: %(default)s")
+    add_temperature(simulate)
+    add_simulation(simulate, [2**power for power in range(10)], "1 2 4 ... 512")
     simulate.add_argument("--seed", type=non_negative_int, default=0, help="default: %(default)s")
     simulate.add_argument("--output", help="write all numbers to this JSON file")
     simulate.add_argument("--plot", metavar="FOLDER", help="draw threshold_sweep.png, budget.png and throughput.png")
@@ -280,17 +257,13 @@ def add_doctor(commands: Commands) -> None:
         "measure whether drafting pays on this machine. Exit code 1 if there is a problem.",
     )
     add_pair(doctor)
-    doctor.add_argument(
-        "--prompts", help=".jsonl file, or folder of them, with the field 'prompt'; default: bundled school maths"
-    )
-    doctor.add_argument("--limit", type=positive_int, help="prompts of each file; default: all")
-    doctor.add_argument("--max-new-tokens", type=positive_int, default=64, help="of each text; default: %(default)s")
+    add_prompts(doctor, max_new_tokens=64)
     doctor.add_argument(
         "--budget",
         metavar="SECONDS",
         type=seconds_value,
         default=30.0,
-        help="for measuring costs; default: %(default)s",
+        help="for measuring costs where there is no profile, as for dspark profile; default: %(default)s",
     )
     add_placement(doctor, dtype="auto")
     doctor.set_defaults(run=calling("doctor"))
@@ -305,11 +278,10 @@ def _run_bench(**arguments: object) -> int:
         else ("schedules", "synthetic_auc", "markdown")
     ):
         if name in arguments:
-            value = arguments[name]
-            told = " ".join(map(str, value)) if isinstance(value, list) else value
             fix = "leave one of them out" if batched else "give that as well"
             raise CommandError(
-                f"--{name.replace('_', '-')} {told}: not {'with' if batched else 'without'} --batch-sizes; {fix}"
+                f"--{name.replace('_', '-')} {told(arguments[name])}: not {'with' if batched else 'without'} "
+                f"--batch-sizes; {fix}"
             )
     if batched:
         from .batch_bench import run
@@ -341,18 +313,10 @@ def add_ablate(commands: Commands) -> None:
     )
     for part in (schedule, calibration):
         add_pair(part)
-        part.add_argument("--blocks", metavar="FILE", help="recorded blocks; default: records some first")
         _add_evaluated(part)
-        part.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
-        part.add_argument(
-            "--gpu-like", action="store_true", help="made-up, jagged costs in the manner of a GPU: alone or as well"
-        )
-        _add_rows(part, [1, 4, 16, 64])
-        part.add_argument(
-            "--rounds", type=positive_int, default=200, help="that follow each other; default: %(default)s"
-        )
+        add_simulation(part, [1, 4, 16, 64])
         part.add_argument("--save-blocks", metavar="FILE", help="keep what is recorded, for --blocks")
-        _add_results(part)
+        _add_tables(part)
         part.set_defaults(run=_run_ablate)
     drafters = parts.add_parser(
         "drafters",
@@ -360,12 +324,12 @@ def add_ablate(commands: Commands) -> None:
         description="Decode the same prompts with several drafters of one target, say what they differ in and what "
         "that is worth, prompt by prompt against the first.",
     )
-    drafters.add_argument("--target", default=DEMO, help="folder or Hub id; default: the demo's target")
+    add_target(drafters)
     drafters.add_argument(
         "--drafters", metavar="DRAFTER", nargs="+", required=True, help="folders or Hub ids; the first is the baseline"
     )
     _add_evaluated(drafters)
-    _add_results(drafters)
+    _add_tables(drafters)
     drafters.set_defaults(run=_run_ablate)
     cost = parts.add_parser(
         "cost",
@@ -374,53 +338,24 @@ def add_ablate(commands: Commands) -> None:
         "machine's profile of the pair, or measured for one row if there is none.",
     )
     add_pair(cost)
-    cost.add_argument("--profile", metavar="FILE", help="costs (dspark profile); default: this machine's own")
-    _add_rows(cost, [1, 8])
+    add_costs(cost)
+    add_rows(cost, [1, 8])
     cost.add_argument(
         "--max-new-tokens", type=positive_int, default=64, help="of the calls whose memory counts; default: 64"
     )
-    _add_results(cost)
+    _add_tables(cost)
     cost.set_defaults(run=_run_ablate)
-
-
-def _add_sets(part: argparse.ArgumentParser) -> None:
-    """Prompts by set, and how far they are decoded."""
-    part.add_argument(
-        "--tasks",
-        help="separated by commas: names of sets, .jsonl files with the field 'prompt', or datasets as "
-        "NAME:SPLIT:COLUMN; default: all sets",
-    )
-    part.add_argument("--prompts", metavar="FOLDER", help="sets, as .jsonl files; default: the bundled ones")
-    part.add_argument("--limit", type=positive_int, help="prompts of each set; default: all")
-    part.add_argument("--max-new-tokens", type=positive_int, default=128, help="default: %(default)s")
-    part.add_argument("--batch-size", type=positive_int, default=8, help="default: %(default)s")
 
 
 def _add_evaluated(part: argparse.ArgumentParser) -> None:
     """Prompts by set, decoded at one temperature."""
-    _add_sets(part)
-    part.add_argument("--temperature", type=temperature_value, default=0.0, help="0 is greedy; default: %(default)s")
+    add_tasks(part)
+    add_temperature(part)
     add_sampling(part)
 
 
-def _add_rows(part: argparse.ArgumentParser, rows: list[int]) -> None:
-    part.add_argument(
-        "--context", type=positive_int, default=256, help="tokens that each row holds; default: %(default)s"
-    )
-    part.add_argument(
-        "--rows",
-        metavar="R",
-        type=positive_int,
-        nargs="+",
-        default=rows,
-        help=f"numbers of concurrent rows; default: {' '.join(map(str, rows))}",
-    )
-
-
-def _add_results(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--output", metavar="FILE", help="write all numbers to this JSON file")
-    part.add_argument("--markdown", metavar="FILE", help="write the tables to this Markdown file")
-    part.add_argument("--plot", metavar="FOLDER", help="draw PNG files")
+def _add_tables(part: argparse.ArgumentParser) -> None:
+    add_results(part, "the tables", "them")
     add_placement(part, dtype="auto")
 
 

@@ -14,7 +14,7 @@ from .chat_format import ChatFormat
 from .command_files import check_parent
 from .data import QUANTILES, GroupStatistics, data_statistics, import_datasets, load_training_data
 from .data_folder import DataFolder
-from .loading import CommandError, check_source, reporting
+from .loading import CommandError, check_source, reporting, told
 from .near_duplicates import ExcludedTexts
 from .prompt_sources import Prompt, read_dataset, read_files
 
@@ -22,8 +22,8 @@ from .prompt_sources import Prompt, read_dataset, read_files
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Unless others are asked for: the target's distribution as it is.
-TEMPERATURE = 1.0
+# Unless others are asked for; the temperature is that of the target's distribution as it is.
+TEMPERATURE, MAX_NEW_TOKENS, BATCH_SIZE = 1.0, 512, 64
 
 
 def run(
@@ -43,12 +43,12 @@ def run(
     output: str,
     temperatures: list[float] | None,
     samples_per_prompt: int | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     top_p: float | None,
     top_k: int | None,
     seed: int,
     thinking: str,
-    batch_size: int,
+    batch_size: int | None,
     time_limit: float | None,
     dtype: str,
     device: str,
@@ -65,8 +65,25 @@ def run(
     deadline = None if time_limit is None else time.monotonic() + 60 * time_limit
     check_source("--target", target)
     path = output_path(output)
-    check_decoding(temperatures, samples_per_prompt, top_p, top_k, keep_responses)
-    check_synthesis(synthesize, system_prompts, examples, keep_responses)
+    if keep_responses:
+        check_keeping(
+            {
+                "--synthesize": synthesize,
+                "--temperature": temperatures,
+                "--samples-per-prompt": samples_per_prompt,
+                "--max-new-tokens": max_new_tokens,
+                "--top-p": top_p,
+                "--top-k": top_k,
+                "--seed": seed or None,
+                "--batch-size": batch_size,
+                "--time-limit": time_limit,
+                "--dtype": None if dtype == "auto" else dtype,
+                "--device": None if device == "auto" else device,
+                "--threads": threads,
+            }  # fmt: skip
+        )
+    check_decoding(temperatures, samples_per_prompt, top_p, top_k)
+    check_synthesis(synthesize, system_prompts, examples)
     with reporting(f"--output {output!r}"):
         import_datasets()
     found = read_prompts(prompts, dataset, subset, split, column, limit, keep_responses, synthesize)
@@ -88,7 +105,7 @@ def run(
         settings |= {
             "--temperature": temperatures or [TEMPERATURE],
             "--samples-per-prompt": samples_per_prompt or len(temperatures or [TEMPERATURE]),
-            "--max-new-tokens": max_new_tokens,
+            "--max-new-tokens": max_new_tokens or MAX_NEW_TOKENS,
             "--top-p": top_p,
             "--top-k": top_k,
             "--seed": seed,
@@ -115,7 +132,8 @@ def run(
             keep(folder, kept, facts)
             complete = True
         else:
-            making = Making.of_target(folder, (dtype, device, threads), batch_size, deadline, console, facts)
+            placement = (dtype, device, threads)
+            making = Making.of_target(folder, placement, batch_size or BATCH_SIZE, deadline, console, facts)
             with reporting(f"--target {target!r}"):
                 check_roles(making.chat, kept)
             written = making.synthesize(kept, like, kept_out) if synthesize is not None else []
@@ -153,12 +171,25 @@ def output_path(output: str) -> Path:
     return path
 
 
+def check_keeping(given: dict[str, Any]) -> None:
+    """
+    Refuse what has no effect where responses are kept.
+
+    Args:
+        given (`dict`): By argument, its value, or `None` if it was left out.
+
+    Raises:
+        `CommandError`: naming argument and value.
+    """
+    for argument, value in given.items():
+        if value is not None:
+            raise CommandError(
+                f"{argument} {told(value)}: with --keep-responses nothing is decoded; leave one of them out"
+            )
+
+
 def check_decoding(
-    temperatures: Sequence[float] | None,
-    samples_per_prompt: int | None,
-    top_p: float | None,
-    top_k: int | None,
-    keep_responses: bool,
+    temperatures: Sequence[float] | None, samples_per_prompt: int | None, top_p: float | None, top_k: int | None
 ) -> None:
     """
     Refuse what would have no effect.
@@ -167,18 +198,8 @@ def check_decoding(
         `CommandError`: naming the argument.
     """
     used = temperatures or [TEMPERATURE]
-    given = {
-        "--temperature": temperatures,
-        "--samples-per-prompt": samples_per_prompt,
-        "--top-p": top_p,
-        "--top-k": top_k,
-    }
-    for argument, value in given.items():
-        if value is None:
-            continue
-        if keep_responses:
-            raise CommandError(f"{argument}: with --keep-responses nothing is decoded; leave one of them out")
-        if argument.startswith("--top") and max(used) == 0:
+    for argument, value in (("--top-p", top_p), ("--top-k", top_k)):
+        if value is not None and max(used) == 0:
             raise CommandError(f"{argument} {value}: it has no effect at --temperature 0; leave it out")
     if 0 in used and (samples_per_prompt or 0) > len(used):
         raise CommandError(
@@ -187,19 +208,13 @@ def check_decoding(
         )
 
 
-def check_synthesis(
-    synthesize: int | None, system_prompts: list[str] | None, examples: list[str] | None, keep_responses: bool
-) -> None:
+def check_synthesis(synthesize: int | None, system_prompts: list[str] | None, examples: list[str] | None) -> None:
     """
     Refuse what does not go together.
 
     Raises:
         `CommandError`: naming the argument.
     """
-    if synthesize is not None and keep_responses:
-        raise CommandError(
-            f"--synthesize {synthesize}: with --keep-responses nothing is decoded; leave one of them out"
-        )
     for argument, value in (("--system-prompt", system_prompts), ("--examples", examples)):
         if value is not None and synthesize is None:
             raise CommandError(f"{argument}: it is for --synthesize; leave it out or give that as well")

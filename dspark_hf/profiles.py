@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .environment import cache_folder, package_versions, processor_name
+from .environment import ENGINE, cache_folder, package_versions, processor_name
 from .files import write_json
 from .locks import lock_of
 from .scheduling import Costs
@@ -25,8 +25,6 @@ from .target_outputs import text_config
 
 logger = logging.getLogger(__name__)
 
-# Versions that a measurement holds for.
-_PACKAGES = ("dspark-hf", "torch", "transformers")
 # What of a config does not bear on speed: names, labels, what drafts were calibrated by, and what only training reads.
 _NO_COST = (
     "_name_or_path",
@@ -330,8 +328,7 @@ def _processor() -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    versions = package_versions()
-    return {name: versions[name] for name in _PACKAGES}
+    return package_versions(ENGINE)
 
 
 def profile_path(key: dict[str, str | int]) -> Path:

@@ -84,8 +84,8 @@ def measure_profile(
             than half of the free memory are capped or left out.
         most_tokens (`int`): The longest step, at least 1; capped at half of the target's positions. Rows are measured
             as far as whole blocks fit in it.
-        budget (`float`): Seconds that may be spent, above 0. A target too slow for three sweeps over the thinnest
-            grid takes longer.
+        budget (`float`): Seconds from the call to its end, above 0. A target too slow for three sweeps over the
+            thinnest grid takes longer.
         save (`bool`): Whether to store the profile where `generate` looks for it.
 
     Returns:
@@ -96,6 +96,7 @@ def measure_profile(
             or for arguments out of range.
     """
     _check_arguments(contexts, most_tokens, budget)
+    deadline = time.monotonic() + budget
     if drafter is not None:
         check_fits(drafter, target)
     block_size = _BLOCK_SIZE if drafter is None else drafter.config.block_size
@@ -105,7 +106,7 @@ def measure_profile(
         key = profile_key(bench.target, drafter)
         if save:
             profile_path(key).parent.mkdir(parents=True, exist_ok=True)
-        seconds, sweeps = _run_sweeps(bench, budget)
+        seconds, sweeps = _run_sweeps(bench, deadline)
     profile = _profile(key, 0 if drafter is None else block_size, seconds, sweeps)
     if save:
         profile.save(profile_path(key))
@@ -190,8 +191,8 @@ class _Bench:
                 output = self._step(_Step(min(self.rows), count, count))()
         except UnsupportedAttention as reason:
             raise ValueError(
-                f"{type(target).__name__} is not verified in one stream but row by row (it has {reason}), which no "
-                "profile describes. Leave `num_assistant_tokens_schedule` at 'constant' or 'confidence'."
+                f"{type(target).__name__} is not verified by a flattened stream (it has {reason}), and no profile "
+                "describes another. Leave `num_assistant_tokens_schedule` at 'constant' or 'confidence'."
             ) from reason
         self.taps = output.taps.new_zeros(rows[-1] * _ACCEPTED, output.taps.shape[1])
         self.drafts: dict[int, DSparkCandidateGenerator] = {}
@@ -372,29 +373,36 @@ def token_grid(most_tokens: int, density: int) -> list[int]:
 # How it is measured
 
 
-def _run_sweeps(bench: _Bench, budget: float) -> tuple[dict[_Point, float], int]:
-    """The least seconds of each point, and the number of sweeps they are of."""
+def _run_sweeps(bench: _Bench, deadline: float) -> tuple[dict[_Point, float], int]:
+    """The least seconds of each point, and the number of sweeps they are of. The deadline is by time.monotonic()."""
     thin, order = bench.points(_DENSITIES[-1]), random.Random(0)
     with tqdm(total=2 * len(thin), desc="Profiling", unit="point") as progress:
 
-        def sweep(points: Sequence[_Point], name: str) -> dict[_Point, float]:
+        def sweep(points: Sequence[_Point], name: str) -> tuple[dict[_Point, float], float]:
+            """Seconds of each point, and of all with what is done between them."""
             progress.set_postfix_str(name)
-            seconds = {}
+            begin, seconds = time.monotonic(), {}
             for point in order.sample(points, len(points)):  # none always after the same one
                 seconds[point] = bench.seconds(point)
                 progress.update()
-            return {point: seconds[point] for point in points}
+            return {point: seconds[point] for point in points}, time.monotonic() - begin
 
-        warm_ups = [sweep(thin, f"warm-up {number} of 2") for number in (1, 2)]
-        budget -= sum(sum(seconds.values()) for seconds in warm_ups)
-        expected = {density: _expected_seconds(bench.points(density), warm_ups[1]) for density in _DENSITIES}
-        fitting = [density for density in _DENSITIES if _GOOD_SWEEPS * expected[density] <= budget]
+        sweep(thin, "warm-up 1 of 2")
+        warm, spent = sweep(thin, "warm-up 2 of 2")
+        between = spent / sum(warm.values())
+        left = deadline - time.monotonic()
+        expected = {density: between * _expected_seconds(bench.points(density), warm) for density in _DENSITIES}
+        fitting = [density for density in _DENSITIES if _GOOD_SWEEPS * expected[density] <= left]
         density = (fitting or _DENSITIES[-1:])[0]
-        sweeps = min(max(int(budget / expected[density]), _FEWEST_SWEEPS), _MOST_SWEEPS)
+        sweeps = min(max(int(left / expected[density]), _FEWEST_SWEEPS), _MOST_SWEEPS)
         points = bench.points(density)
         progress.total += sweeps * len(points)
-        runs = [sweep(points, f"sweep {number + 1} of {sweeps}") for number in range(sweeps)]
-    return {point: min(run[point] for run in runs) for point in points}, sweeps
+        runs: list[dict[_Point, float]] = []
+        while len(runs) < _FEWEST_SWEEPS or len(runs) < sweeps and time.monotonic() + spent <= deadline:
+            run, spent = sweep(points, f"sweep {len(runs) + 1} of {sweeps}")
+            runs.append(run)
+        progress.total = progress.n
+    return {point: min(run[point] for run in runs) for point in points}, len(runs)
 
 
 def _expected_seconds(points: Iterable[_Point], known: dict[_Point, float]) -> float:

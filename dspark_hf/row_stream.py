@@ -13,11 +13,11 @@ from .target_outputs import Prefill, StreamOutput, read_taps, text_config
 
 class RowStream:
     """
-    For targets whose attention does not go through the interface, for caches that hold more than keys and values, and
-    where attention weights are wanted. Targets without a cache run their whole text in each pass, as they do anyway.
+    For targets that no other stream serves, for caches that hold more than keys and values, and where attention
+    weights are wanted. Targets without a cache run their whole text in each pass, as they do anyway.
 
     Args:
-        target, prompt, taps, keep_hidden: As for [`FlattenedStream`].
+        target, prompt, taps, keep_hidden: As for [`SlotStream`].
         keep_attentions (`bool`): Whether attention weights are wanted.
 
     Raises:
@@ -47,7 +47,7 @@ class RowStream:
         self.keep_finished = False
 
     def verify(self, tokens: torch.LongTensor, counts: Sequence[int]) -> StreamOutput:
-        """As [`FlattenedStream.verify`], one forward pass a row."""
+        """As [`SlotStream.verify`], one forward pass a row."""
         logits, taps, hidden, attentions = [], [], [], []
         self.pieces = tokens.split(list(counts))
         for row, piece in zip(self.rows, self.pieces, strict=True):
@@ -67,16 +67,16 @@ class RowStream:
         )
 
     def advance(self, kept: Sequence[int]) -> None:
-        """As [`FlattenedStream.advance`]."""
+        """As [`SlotStream.advance`]."""
         for row, piece, keep in zip(self.rows, self.pieces, kept, strict=True):
             row.commit(piece, keep)
 
     def keep_rows(self, keep: Sequence[int]) -> None:
-        """As [`FlattenedStream.keep_rows`]."""
+        """As [`SlotStream.keep_rows`]."""
         self.rows = [self.rows[index] for index in keep]
 
     def catch_up(self, missing: Sequence[torch.LongTensor]) -> None:
-        """As [`FlattenedStream.catch_up`]."""
+        """As [`SlotStream.catch_up`]."""
         for row, piece in zip(self.all_rows, missing, strict=True):
             if self.has_cache and len(piece):
                 self.target(**row.inputs(piece.to(self.prompt.device)), return_dict=True)

@@ -7,14 +7,14 @@ then the temperatures in its config count, and nothing else of it is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .bench_report import format_number
-from .command_files import check_plot_folder, check_writable, read_prompts, write_results
-from .loading import DEMO, CommandError, Pair, check_source, load_pair, reporting
+from .command_files import check_outputs, read_prompts, write_results
+from .loading import DEMO, CommandError, Pair, check_source, load_pair, machine_profile, reporting
 
 
 if TYPE_CHECKING:
@@ -73,32 +73,23 @@ def run(
     Raises:
         `CommandError`: something given cannot be used.
     """
-    check_writable("--output", output)
-    check_plot_folder(plot)
-    if blocks is not None and (prompts is not None or limit is not None):
-        raise CommandError("--prompts and --limit have no effect with --blocks; leave them out")
+    check_outputs(output, None, plot)
+    check_blocks(blocks, {"prompts": prompts, "limit": limit})
     prompt_sets = read_prompts(prompts, limit) if blocks is None else {}
-    recorded = None if blocks is None else read_blocks(blocks)
-    profiles = {} if profile is None else {Path(profile).name: read_profile(profile)}
 
     from rich.console import Console
 
+    from .blocks import record_blocks
     from .calibration import scaled_survivals
-    from .simulation import Outcomes, gpu_like_profile, simulate_load, threshold_sweep
+    from .simulation import Outcomes, simulate_load, threshold_sweep
 
     console = Console()
-    pair = None
-    if recorded is None or not (profiles or gpu_like):
-        pair = load_pair(target, drafter, dtype, device, threads)
-        console.print(pair.description, highlight=False)
-    if not (profiles or gpu_like):
-        profiles[MACHINE] = machine_profile(pair)
-    block_size = pair.drafter.config.block_size if recorded is None else recorded.confidence_logits.shape[1]
-    check_block_sizes(profiles, block_size)
-    if gpu_like:
-        profiles[GPU_LIKE] = gpu_like_profile(block_size, max(rows))
+    start = Start.of_options(
+        blocks, profile, gpu_like, max(rows), lambda: load_pair(target, drafter, dtype, device, threads), console
+    )
+    pair, recorded, profiles, block_size = start.pair, start.blocks, start.profiles, start.block_size
     if recorded is None:
-        recorded = _record(pair, prompt_sets, max_new_tokens, temperature, seed)
+        recorded = record_blocks(pair, prompt_sets, max_new_tokens, temperature, seed=seed)
         temperatures = pair.drafter.config.temperatures_for(recorded.sampling_temperature)
     else:
         temperatures = _temperatures(drafter, recorded)
@@ -130,7 +121,7 @@ def run(
         }  # fmt: skip
         results = {
             "settings": settings,
-            "profiles": {name: {"key": costs.key, "made": costs.made} for name, costs in profiles.items()},
+            "profiles": start.origins,
             "threshold_sweep": [asdict(point) for point in sweep],
             "load": {name: [asdict(point) for point in points] for name, points in load.items()},
         }
@@ -142,12 +133,84 @@ def run(
     return 0
 
 
-def read_blocks(path: str) -> Blocks:
-    """What `--blocks` names."""
-    from .blocks import Blocks
+def check_blocks(blocks: str | None, others: Mapping[str, Any]) -> None:
+    """Refuse what is only for recording blocks where they are given; `others` are values by option."""
+    given = [name for name, value in others.items() if value is not None]
+    if blocks is not None and given:
+        raise CommandError(
+            f"--blocks {blocks!r}: nothing is recorded then, and --{' --'.join(given)} has no effect; leave one of "
+            "the two out"
+        )
 
-    with reporting(f"--blocks {path!r}"):
-        return Blocks.load(Path(path).expanduser())
+
+@dataclass(frozen=True)
+class Start:
+    """
+    What schedules are simulated over.
+
+    Attributes:
+        blocks ([`Blocks`], *optional*): Of a file; `None` if some are to be recorded.
+        profiles (`dict[str, Profile]`): Costs by name.
+        pair ([`Pair`], *optional*): Loaded only where blocks or this machine's costs are not given.
+    """
+
+    blocks: Blocks | None
+    profiles: dict[str, Profile]
+    pair: Pair | None
+
+    @classmethod
+    def of_options(
+        cls,
+        blocks: str | None,
+        profile: str | None,
+        gpu_like: bool,
+        rows: int,
+        load: Callable[[], Pair],
+        console: Console,
+    ) -> Start:
+        """
+        Read, load and look up.
+
+        Args:
+            blocks, profile (`str`, *optional*): Files.
+            gpu_like (`bool`): Whether made-up costs are wanted.
+            rows (`int`): The most rows of a round.
+            load (`Callable`): Loads the pair.
+            console (`rich.console.Console`): Prints.
+
+        Raises:
+            `CommandError`: a file holds something else, or costs of another block size, or the costs of this machine
+                are wanted and not known.
+        """
+        from .blocks import Blocks
+        from .simulation import gpu_like_profile
+
+        recorded, pair = None, None
+        if blocks is not None:
+            with reporting(f"--blocks {blocks!r}"):
+                recorded = Blocks.load(Path(blocks).expanduser())
+        profiles = {} if profile is None else {Path(profile).name: read_profile(profile)}
+        of_machine = not (profiles or gpu_like)
+        if recorded is None or of_machine:
+            pair = load()
+            console.print(pair.description, highlight=False)
+        if of_machine:
+            profiles[MACHINE] = machine_profile(pair, "--profile is missing", ", or give --profile FILE or --gpu-like")
+        start = cls(recorded, profiles, pair)
+        check_block_sizes(profiles, start.block_size)
+        if gpu_like:
+            profiles[GPU_LIKE] = gpu_like_profile(start.block_size, rows)
+        return start
+
+    @property
+    def block_size(self) -> int:
+        """Of the blocks, which are the pair's where none were read."""
+        return self.pair.drafter.config.block_size if self.blocks is None else self.blocks.confidence_logits.shape[1]
+
+    @property
+    def origins(self) -> dict[str, Any]:
+        """Where the costs come from, as plain values."""
+        return {name: {"key": known.key, "made": known.made} for name, known in self.profiles.items()}
 
 
 def read_profile(path: str) -> Profile:
@@ -156,28 +219,6 @@ def read_profile(path: str) -> Profile:
 
     with reporting(f"--profile {path!r}"):
         return Profile.load(Path(path).expanduser())
-
-
-def machine_profile(pair: Pair) -> Profile:
-    """What this machine has stored of a pair."""
-    from .profiles import find_profile
-
-    profile = find_profile(pair.target, pair.drafter)
-    if profile is None:
-        raise CommandError(
-            f"this machine has no profile of --target {pair.names[0]!r} with --drafter {pair.names[1]!r} in this "
-            "dtype with so many threads; measure one with `dspark profile`, or give --profile FILE or --gpu-like"
-        )
-    return profile
-
-
-def _record(
-    pair: Pair, prompt_sets: dict[str, list[str]], max_new_tokens: int, temperature: float, seed: int
-) -> Blocks:
-    from .blocks import record_blocks
-
-    with reporting(f"--target {pair.names[0]!r} with --drafter {pair.names[1]!r}"):
-        return record_blocks(pair, prompt_sets, max_new_tokens, temperature, seed=seed)
 
 
 def _temperatures(drafter: str | None, recorded: Blocks) -> list[float]:

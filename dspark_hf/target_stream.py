@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from .flattened_stream import FlattenedStream
+from .padded_stream import PaddedStream
 from .row_stream import RowStream
 from .slot_cache import UnsupportedAttention
+from .slot_stream import SlotStream
 from .target_outputs import Prefill
 
 
@@ -25,10 +27,11 @@ def mark_unstreamable(target: PreTrainedModel, rows: int) -> None:
 
 def open_stream(
     target: PreTrainedModel, prompt: Prefill, generation_config: GenerationConfig, taps: Sequence[int]
-) -> FlattenedStream | RowStream:
+) -> SlotStream | RowStream:
     """
     The stream that fits a target: flattened over slots where its attention goes through Transformers' attention
-    interface, and row by row over its own cache otherwise.
+    interface, a padded batch over slots where several rows of its family are known to run as one, and row by row over
+    its own cache otherwise.
 
     Args:
         target (`PreTrainedModel`): The verifying model.
@@ -42,9 +45,13 @@ def open_stream(
     keep_hidden = bool(generation_config.output_hidden_states)
     keep_attentions = bool(generation_config.output_attentions)
     rows = len(prompt.visible)
-    if not keep_attentions and rows < _unstreamable.get(target, rows + 1):
+    fitting = []
+    if not keep_attentions:
+        fitting += [FlattenedStream] if rows < _unstreamable.get(target, rows + 1) else []
+        fitting += [PaddedStream] if rows > 1 else []
+    for stream_class in fitting:
         try:
-            return FlattenedStream(target, prompt, taps, keep_hidden)
+            return stream_class(target, prompt, taps, keep_hidden)
         except UnsupportedAttention as reason:
-            logger.debug("%s is verified row by row: it has %s.", type(target).__name__, reason)
+            logger.debug("%s has no %s: it has %s.", type(target).__name__, stream_class.__name__, reason)
     return RowStream(target, prompt, taps, keep_hidden, keep_attentions)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from .command_files import read_prompt_file
+from .data import import_datasets
 from .loading import CommandError, reporting
 
 
@@ -66,15 +66,10 @@ def _read_dataset(task: str, limit: int | None) -> tuple[str, list[str]]:
     name, *config, split, column = task.split(":") if task.count(":") in (2, 3) else ("", "", "")
     if not (name and split and column):
         raise CommandError(f"--tasks {task!r}: a dataset is given as NAME:SPLIT:COLUMN or NAME:CONFIG:SPLIT:COLUMN")
-    if importlib.util.find_spec("datasets") is None:
-        raise CommandError(
-            f"--tasks {task!r}: it needs the package datasets, which is not here; pip install 'dspark-hf[train]' (in "
-            "a checkout '.[train]'), or give .jsonl files"
-        )
-    import datasets
-    from datasets.exceptions import DatasetsError
-
     with reporting(f"--tasks {task!r}"):
+        datasets = import_datasets()
+        from datasets.exceptions import DatasetsError
+
         try:
             rows = datasets.load_dataset(name, *config, split=split)
         except DatasetsError as error:

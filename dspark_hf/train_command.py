@@ -1,6 +1,5 @@
 """`dspark train`: a drafter for a target from the target's own texts, with the Trainer."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,10 +8,11 @@ from typing import Any, NoReturn
 
 import torch
 import yaml
-from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_callback import TrainerState
 
 from .command_files import check_plot
+from .data import import_datasets, load_training_data, split_by_prompt
 from .demo_target import demo_drafter_folder
 from .initialisation import (
     choose_mask_token,
@@ -21,8 +21,9 @@ from .initialisation import (
     reduce_vocabulary,
     start_from_target,
 )
-from .loading import DEMO, DTYPES, CommandError, check_source, load_target, reporting
+from .loading import DEMO, DTYPES, CommandError, check_source, load_target, load_tokenizer, reporting
 from .modeling import DSparkDraftModel
+from .modeling.configuration_dspark import MARKOV_HEAD_TYPES
 from .target_outputs import text_config
 from .trainer import PROVENANCE_NAME, STATE_NAME, DSparkTrainer, inner_drafter, is_whole, last_whole_checkpoint
 from .training_arguments import DSparkTrainingArguments
@@ -57,10 +58,12 @@ class ModelArguments:
         metadata={"help": "What a new drafter starts from.", "choices": ["random", "target"]},
     )
     num_hidden_layers: int = field(default=5, metadata={"help": "Depth of a new drafter."})
-    block_size: int = field(default=7, metadata={"help": "Draft tokens a round of a new drafter."})
+    block_size: int | None = field(
+        default=None, metadata={"help": "Draft tokens a round; by default 7, or those of `--drafter`."}
+    )
     markov_rank: int = field(default=256, metadata={"help": "Rank of a new drafter's sequential head; 0 for none."})
     markov_head_type: str = field(
-        default="vanilla", metadata={"help": "Of a new drafter.", "choices": ["vanilla", "gated", "rnn"]}
+        default="vanilla", metadata={"help": "Of a new drafter.", "choices": list(MARKOV_HEAD_TYPES)}
     )
     confidence_head: bool = field(default=True, metadata={"help": "Whether a new drafter has a confidence head."})
     target_layer_ids: list[int] | None = field(
@@ -99,11 +102,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         [`CommandError`]: for what cannot be used.
     """
-    if importlib.util.find_spec("datasets") is None:
-        raise CommandError(
-            "training needs `datasets`, which is not here; pip install 'dspark-hf[train]' (in a checkout '.[train]')"
-        )
     model_arguments, data_arguments, arguments = parse(argv)
+    with reporting("training"):
+        import_datasets()
     if not data_arguments.data:
         raise CommandError("--data is missing; give one or more folders that `dspark prepare-data` wrote")
     check_plot(data_arguments.plot)
@@ -186,11 +187,10 @@ def train(
         raise CommandError(f"--lora_rank {model_arguments.lora_rank}: it must be at least 0 (no adapters)")
     training, held_out, origin = read_data(data_arguments, seed)
     set_seed(arguments.seed)
-    target, source = load_target(
+    target, _ = load_target(
         model_arguments.target, model_arguments.dtype, model_arguments.device, model_arguments.threads
     )
-    with reporting(f"--target {model_arguments.target!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(model_arguments.target)
     check_tokens(training, text_config(target).vocab_size)
     drafter = make_drafter(model_arguments, target, tokenizer, training)
     model = with_lora(drafter, model_arguments.lora_rank) if model_arguments.lora_rank else drafter
@@ -311,10 +311,7 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
     Raises:
         [`CommandError`]: for folders that hold no training data.
     """
-    from datasets import concatenate_datasets
-
-    from .data import load_training_data, split_by_prompt
-
+    concatenate_datasets = import_datasets().concatenate_datasets
     parts, origins = [], []
     for folder in arguments.data:
         with reporting(f"--data {folder!r}"):
@@ -360,6 +357,11 @@ def make_drafter(
         with reporting(f"--drafter {arguments.drafter!r}"):
             source = demo_drafter_folder() if arguments.drafter == DEMO else arguments.drafter
             drafter = DSparkDraftModel.from_pretrained(source, dtype=torch.float32).to(target.device)
+            # They were fitted to the weights that are about to change.
+            drafter.config.confidence_temperatures = None
+            if arguments.block_size is not None:  # no weight depends on it
+                drafter.config.block_size = arguments.block_size
+                drafter.config.validate_drafter()
             return drafter if token_ids is None else reduce_vocabulary(drafter, token_ids)
     with reporting("the new drafter"):
         mask_token_id = arguments.mask_token_id
@@ -369,7 +371,7 @@ def make_drafter(
             target,
             mask_token_id,
             num_hidden_layers=arguments.num_hidden_layers,
-            block_size=arguments.block_size,
+            block_size=7 if arguments.block_size is None else arguments.block_size,
             target_layer_ids=arguments.target_layer_ids,
             markov_rank=arguments.markov_rank,
             markov_head_type=arguments.markov_head_type,

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .files import write_text
 from .loading import CommandError
 
 
@@ -35,9 +36,7 @@ class WorkFile:
             self._check(lines[0], asked)
             self.records = lines[1:]
         # Anew, so that nothing that was cut short stays before what is appended.
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text("".join(map(_line, [asked, *self.records])), encoding="utf-8")
-        os.replace(unfinished, path)
+        write_text(path, "".join(map(_line, [asked, *self.records])))
 
     def append(self, record: Any) -> None:
         """Keep a record."""

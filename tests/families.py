@@ -61,7 +61,8 @@ LATENT = {"num_key_value_heads": 4}  # multi-head latent attention
 class Family:
     """
     Attributes:
-        stream (`str`): How it is verified: `"flattened"`, `"row by row"` or `"refused"`; several rows may differ.
+        stream (`str`): How it is verified: `"flattened"`, `"row by row"` or `"refused"`; several rows may differ, and
+            be `"padded"`.
         fields (`dict`): Of its config, where [`SIZES`] will not do.
         several (`str`, *optional*): How several rows are verified, if not as one row is.
         why (`str`): What is refused, or why a target is not flattened.
@@ -83,7 +84,12 @@ def _rows(why: str, *names: str, slow: bool = True) -> dict[str, Family]:
     return {name: Family("row by row", why=why, slow=slow) for name in names}
 
 
+def _padded(slow: bool = False, **fields: Any) -> Family:
+    return Family("row by row", several="padded", why=NO_INTERFACE, fields=fields, slow=slow)
+
+
 NO_INTERFACE = "attention not through Transformers' interface"
+POSITIONS_COUNTED = "positions counted from the cache's length, which several rows do not share"
 MORE_THAN_KEYS = "a cache of more than keys and values"
 RECURRENT = "a recurrent state, which cannot forget"
 OWN_STATE = "a state of its own in place of a cache"
@@ -119,11 +125,10 @@ DECODERS: dict[str, Family] = {
             "floor_scale": 8,
         },
     ),
-    **_rows(NO_INTERFACE, "bloom", "mpt", "stablelm", "biogpt", "xglm", slow=False),
-    "gpt_neo": Family(
-        "row by row", why=NO_INTERFACE, fields={"attention_types": [[["global", "local"], 2]], "window_size": WINDOW}
-    ),
-    "falcon": Family("row by row", why=NO_INTERFACE, fields={"alibi": True}),
+    **_flattened("biogpt", "stablelm", slow=False),
+    **{name: _padded() for name in ("bloom", "mpt", "xglm")},
+    "gpt_neo": _padded(attention_types=[[["global", "local"], 2]], window_size=WINDOW),
+    "falcon": _padded(alibi=True),
     "openai-gpt": Family("row by row", why="no cache: each pass reads the whole text, as it does anyway"),
     "doge": Family("row by row", why="masks made from the values; with `is_moe` refused"),
     "deepseek_v32": Family("row by row", why=MORE_THAN_KEYS, fields=LATENT),
@@ -138,22 +143,17 @@ DECODERS: dict[str, Family] = {
     **_flattened("olmoe", "phimoe", "qwen2_moe", "roberta", "roberta-prelayernorm", "seed_oss", "solar_open"),
     **_flattened("vaultgemma", "xlm-roberta", "xlm-roberta-xl"),
     **{name: Family(fields=LATENT, slow=True) for name in ("axk1", "glm4_moe_lite", "youtu")},
-    **_rows(NO_INTERFACE, "bart", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian"),
-    **_rows(NO_INTERFACE, "gpt_neox_japanese", "inkling_text", "mbart", "megatron-bert", "mvp", "pegasus", "plbart"),
-    **_rows(NO_INTERFACE, "roformer", "trocr", "whisper"),
-    **_rows(MORE_THAN_KEYS, "lfm3"),
+    **_rows(POSITIONS_COUNTED, "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"),
+    **_rows(POSITIONS_COUNTED, "pegasus", "plbart", "roformer", "trocr", "whisper"),
+    **{name: _padded(slow=True) for name in ("big_bird", "gpt_neox_japanese", "megatron-bert")},
+    **_rows(MORE_THAN_KEYS, "inkling_text", "lfm3"),
     **{
         name: Family("row by row", why=MORE_THAN_KEYS, fields=LATENT, slow=True)
         for name in ("axk2", "glm_moe_dsa", "hy_v4")
     },
     "lfm2_moe": Family("row by row", why=MORE_THAN_KEYS, fields=CONVOLUTIONS | {"num_dense_layers": 1}, slow=True),
     "electra": Family(fields={"embedding_size": 32}, slow=True),
-    "rembert": Family(
-        "row by row",
-        why=NO_INTERFACE,
-        fields={"input_embedding_size": 32, "output_embedding_size": 32},
-        slow=True,
-    ),
+    "rembert": _padded(slow=True, input_embedding_size=32, output_embedding_size=32),
     # What cannot be a target
     "mamba": Family("refused", why=RECURRENT),
     "mamba2": Family("refused", why=RECURRENT, fields={"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8}),
@@ -194,8 +194,8 @@ DECODERS: dict[str, Family] = {
 
 # Other configs of the families above: a name, the model type, and the fields that differ.
 VARIANTS: dict[str, tuple[str, Family]] = {
-    "falcon, rotary": ("falcon", Family("row by row", fields={"alibi": False})),
-    "falcon, new": ("falcon", Family("row by row", fields={"alibi": False, "new_decoder_architecture": True})),
+    "falcon, rotary": ("falcon", _padded(alibi=False)),
+    "falcon, new": ("falcon", _padded(alibi=False, new_decoder_architecture=True)),
     "qwen2, sliding": ("qwen2", Family(fields=MIXED | {"use_sliding_window": True})),
     "mistral, no window": ("mistral", Family(fields={"sliding_window": None})),
     "gpt_neox, serial": ("gpt_neox", Family(fields={"use_parallel_residual": False})),
@@ -524,6 +524,10 @@ not here has not been tried.
 - **flattened**: all rows in one pass, over one cache without padding (`dspark_hf/flattened_stream.py`). It is what a
   target gets whose attention goes through Transformers' attention interface with masks from Transformers' mask
   functions, over a cache of plain keys and values; anything else is noticed in the first pass at the latest.
+- **padded**: several rows as one padded batch, over one cache of per-row slots that shows itself to the model as a
+  left-padded batch's (`dspark_hf/padded_stream.py`). For families whose attention does not go through the interface
+  and that Transformers pads exactly, ALiBi included: a list in that file, held to Transformers by
+  `tests/test_padded_stream.py`. Only Transformers' own classes, with `eager` or `sdpa` attention.
 - **row by row**: one pass a row over the target's own cache (`dspark_hf/row_stream.py`). Also taken where attention
   weights are wanted and for offloaded caches.
 - **refused**: a `ValueError` that names the model and what to do.

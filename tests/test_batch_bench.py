@@ -13,7 +13,7 @@ from rich.console import Console
 from tiny import character_tokenizer, encode
 from transformers import GenerationConfig
 
-from dspark_hf import batch_bench, cli
+from dspark_hf import batch_bench, batch_report, cli
 from dspark_hf.batch_bench import BatchBench, BatchCall, Setting
 from dspark_hf.decoding_methods import DSPARK, PLAIN, PROMPT_LOOKUP
 from dspark_hf.loading import CommandError, load_pair
@@ -244,7 +244,7 @@ def test_a_cell_by_hand(pair, monkeypatch):
     calls = {PLAIN: plain, "constant": constant}
     monkeypatch.setattr(BatchBench, "call", lambda self, method, setting, number: calls[method.name][number])
     bench = bench_of(pair, schedules=("constant",))
-    baseline, cell = batch_bench.summarise(bench.measure([Setting(2)], [None], repetitions=3))
+    baseline, cell = batch_report.summarise(bench.measure([Setting(2)], [None], repetitions=3))
     assert baseline["tokens_per_second"] == pytest.approx(10 / 3)
     assert baseline["decode_tokens_per_second"] == pytest.approx(8 / 2)
     assert baseline["ratio"] == 1.0 and baseline["constant_ratio"] == 0.5 and baseline["verify_length"] is None
@@ -325,14 +325,14 @@ def summary_of(*accept_probs: float | None) -> list[dict]:
 
 
 def test_the_markdown_table():
-    lines = batch_bench.markdown_table(summary_of(None), "Measured so.").splitlines()
+    lines = batch_report.markdown_table(summary_of(None), "Measured so.").splitlines()
     assert lines[0] == "Measured so." and lines[2] == ""
     assert lines[3:] == [
         "| batch | plain tok/s | decoding tok/s | confidence | hardware_aware_lagged |",
         "| --- | --- | --- | --- | --- |",
         "| 16 | 1234.5 | 2345.6 | 1.11 · 1.22 · 3.2 · 46% (0.6) | 1.11 · 1.22 · 3.2 · – |",
     ]
-    lines = batch_bench.markdown_table(summary_of(0.7, 0.52), "Measured so.").splitlines()
+    lines = batch_report.markdown_table(summary_of(0.7, 0.52), "Measured so.").splitlines()
     assert [line.split(" | ")[1] for line in lines[3:]] == ["accept_prob", "---", "0.7", "0.52"]
 
 
@@ -341,7 +341,7 @@ def test_the_tables_fit_80_columns(accept_probs):
     output = io.StringIO()
     scheduling = [{"schedule": "hardware_aware_lagged", "rows": 64, "seconds": 0.00123, "share": 0.0042}]
     summary = summary_of(*accept_probs)
-    batch_bench.print_tables(summary, scheduling, Console(file=output, width=80), compare_texts=True)
+    batch_report.print_tables(summary, scheduling, Console(file=output, width=80), compare_texts=True)
     text = output.getvalue()
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     for part in ("confidence 0.6", "1234.5", "3.25", "0.46", "12%", "3.1%", "50%", "1.23", "0.42%", "25% of plain"):
@@ -397,7 +397,7 @@ def test_a_profile_of_the_target_alone_does_not_do(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
     alone = Profile(profile_key(pair.target), 0, [StepCurve(16, [1, 512], [1e-3] * 2)])
     alone.save(profile_path(alone.key))
-    with pytest.raises(CommandError, match="dspark profile"):
+    with pytest.raises(CommandError, match="of the target alone; run `dspark profile`"):
         batch_bench._profile_for(pair, ["hardware_aware"])
     assert batch_bench._profile_for(pair, ["constant", "confidence"]) is None
 

@@ -15,8 +15,8 @@ from dspark_hf.compat import CACHE_NAME
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore::UserWarning")]
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "no_repeat_ngram_size": 2}
-# One whose layers all slide, one with mixed layers, one that goes row by row, one with convolution states.
-FAMILIES = ("mistral", "gemma3_text", "stablelm", "lfm2")
+# One whose layers all slide, one with mixed layers, one that is padded, one with convolution states.
+FAMILIES = ("mistral", "gemma3_text", "xglm", "lfm2")
 
 
 def inputs_of(rows: int) -> dict[str, torch.Tensor]:

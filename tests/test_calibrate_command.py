@@ -124,11 +124,11 @@ def test_sampled_blocks_follow_the_seed(pair):
 
 
 def test_blocks_need_room_and_a_confidence_head(pair, tiny_target, load_drafter):
-    with pytest.raises(ValueError, match="`max_new_tokens` is 8.*from 9 on"):
+    with pytest.raises(CommandError, match="--max-new-tokens 8.*give at least 9"):
         record_blocks(pair, PROMPTS, max_new_tokens=8)
     assert len(record_blocks(pair, {"sums": ["1 + 1"]}, max_new_tokens=9)) == 1
     mute = Pair(tiny_target, load_drafter("deepspec-noconf"), pair.tokenizer, ("target", "mute"))
-    with pytest.raises(ValueError, match="no confidence head"):
+    with pytest.raises(CommandError, match="--drafter 'mute': it has no confidence head"):
         record_blocks(mute, PROMPTS, max_new_tokens=24)
     with pytest.raises(CommandError, match="--max-new-tokens 500.*more than the target's 512"):
         record_blocks(pair, PROMPTS, max_new_tokens=500)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from chat import chat_target
+from conftest import FIXTURES
 
 from dspark_hf import bench, cli, command_files, demo, environment, loading
 
@@ -60,6 +62,15 @@ def test_a_target_that_is_no_checkpoint(capsys, tmp_path, kind):
         path.write_text("")
     code, message = run(capsys, "generate", "--prompt", "x", "--target", str(path), "--drafter", "demo")
     assert code == 2 and "--target" in message and str(path) in message
+
+
+def test_a_chat_template_that_raises_is_one_line(capsys, tmp_path):
+    folder = chat_target(tmp_path / "target", "{{ messages[0]['content'] + 1 }}")
+    argv = ["generate", "--prompt", "x", "--chat", "--target", str(folder)]
+    code, message = run(capsys, *argv, "--drafter", str(FIXTURES / "deepspec-vanilla" / "drafter"))
+    assert code == 2 and "Traceback" not in message
+    where = f"dspark generate: error: --target '{folder}': the chat template of the tokenizer '{folder}' fails on"
+    assert where in message.splitlines()[-1] and "TypeError: " in message
 
 
 def test_an_unknown_device(capsys):
@@ -198,3 +209,52 @@ def test_a_cache_in_nobodys_home_is_named(monkeypatch):
 def test_threads_have_bounds(threads):
     with pytest.raises(loading.CommandError, match=f"--threads {threads}: it must be from 1"):
         loading.load_target("demo", "auto", "cpu", threads)
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        "sys.argv = ['/usr/bin/dspark', {arguments}]; from dspark_hf.cli import main; main()",  # the script pip writes
+        "sys.argv = ['-m', {arguments}]; sys.orig_argv = ['python', '-m', 'dspark_hf']; import dspark_hf.__main__",
+    ],
+    ids=["script", "module"],
+)
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["eval", "--help"], 0), (["eval", "--limit", "0"], 2)]
+)
+def test_help_and_wrong_options_do_not_wait_for_torch(started, arguments, code):
+    program = f"""
+import sys
+try:
+    {started.format(arguments=", ".join(map(repr, arguments)))}
+except SystemExit as stop:
+    print("code", stop.code or 0)
+print("loaded", sorted({{"torch", "transformers"}} & sys.modules.keys()))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert f"code {code}\nloaded []" in result.stdout
+
+
+def test_a_script_of_the_commands_name_finds_the_public_names():
+    program = """
+import sys
+sys.argv = ["dspark"]
+from dspark_hf import DSparkDraftModel
+import dspark_hf
+assert not hasattr(dspark_hf, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.PIPE)
+
+
+def test_the_command_sets_the_package_up_once_it_runs():
+    program = """
+import sys
+sys.argv = ["dspark", "convert", "/no/where", "x", "--to", "deepspec"]
+from dspark_hf import cli
+assert cli.main() == 2
+import dspark_hf
+from transformers import AutoConfig, GenerationMixin
+assert dspark_hf.DSparkDraftModel.config_class is type(AutoConfig.for_model("dspark"))
+assert hasattr(GenerationMixin._assisted_decoding, "dspark_hf_original")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.PIPE)

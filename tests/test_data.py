@@ -8,6 +8,7 @@ import pytest
 from chat import DASHED, FORGETFUL, MARKED, MARKED_TEXT, TEMPLATE, chat_tokenizer, marked
 
 from dspark_hf import data
+from dspark_hf.chat_format import chat_loss_mask
 from dspark_hf.near_duplicates import ExcludedTexts, NearDuplicates, normalise
 
 
@@ -30,28 +31,28 @@ def conversation(*texts: str) -> list[dict[str, str]]:
 )
 def test_the_assistants_turns_have_a_loss_through_their_end(template, one, two):
     tokenizer = chat_tokenizer(template, "\n")
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == one
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))) == two
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == one
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))) == two
 
 
 def test_end_tokens_other_than_the_tokenizers():
     tokenizer = chat_tokenizer(DASHED, "\n")
     dash = tokenizer.convert_tokens_to_ids("-")
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"), {dash})) == "U:Hi\n-A:[Ho\n-]"
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho"), {dash})) == "U:Hi\n-A:[Ho\n-]"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     tokenizer = chat_tokenizer(FORGETFUL, "\n")
-    assert marked(*data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == "U:Hi\nA:[Ho\n]"
+    assert marked(*chat_loss_mask(tokenizer, conversation("Hi", "Ho"))) == "U:Hi\nA:[Ho\n]"
     with pytest.raises(ValueError, match="message 2 of 4 differently.*generation"):
-        data.chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))
+        chat_loss_mask(tokenizer, conversation("Hi", "Ho", "Why", "So"))
     with pytest.raises(ValueError, match="begins with an assistant's turn"):
-        data.chat_loss_mask(tokenizer, conversation("Hi", "Ho")[1:])
+        chat_loss_mask(tokenizer, conversation("Hi", "Ho")[1:])
 
 
 def test_template_options_reach_the_template():
     tokenizer = chat_tokenizer(TEMPLATE.replace("{% for", "{{ greeting }}{% for", 1), "\n")
-    token_ids, mask = data.chat_loss_mask(tokenizer, conversation("Hi", "Ho"), template_options={"greeting": "S:x"})
+    token_ids, mask = chat_loss_mask(tokenizer, conversation("Hi", "Ho"), template_options={"greeting": "S:x"})
     assert marked(token_ids, mask).startswith("S:xU:Hi")
 
 
@@ -123,6 +124,25 @@ def test_temperatures_that_are_not_known():
 def test_loading(tmp_path):
     datasets.Dataset.from_list(records()).save_to_disk(str(tmp_path / "data"))
     assert data.load_training_data(tmp_path / "data")[0]["input_ids"] == [5, 6, 0, 1]
+
+
+def test_loading_parquet_files(tmp_path):
+    for name, part in (("a", records()[:2]), ("b", records()[2:])):
+        datasets.Dataset.from_list(part).to_parquet(str(tmp_path / f"{name}.parquet"))
+    assert data.load_training_data(tmp_path).to_list() == records()
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="Parquet files that cannot be read together"):
+        data.load_training_data(tmp_path)
+    (tmp_path / "a.parquet").rename(tmp_path / "c.parquet")
+    datasets.Dataset.from_dict({"text": ["x"]}).to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(ValueError, match="cannot be read together"):
+        data.load_training_data(tmp_path)
+    (tmp_path / "c.parquet").unlink()
+    with pytest.raises(ValueError, match="has the columns text and lacks input_ids, loss_mask"):
+        data.load_training_data(tmp_path)
+    datasets.Dataset.from_dict({"input_ids": [], "loss_mask": []}).to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(ValueError, match="is empty"):
+        data.load_training_data(tmp_path)
 
 
 def test_loading_what_is_no_training_data(tmp_path):

@@ -108,6 +108,16 @@ def test_different_texts_are_said_with_the_place(dtype, part):
     assert not any("differ" in sentence for sentence in demo.remarks(differing, pair(dtype), greedy=False))
 
 
+def test_the_table_says_that_the_ratio_is_the_median_over_pairs():
+    parts = [comparison(plain, dspark, [1, 2, 3]) for plain, dspark in ((1.0, 1.0), (4.0, 1.0), (9.0, 3.0))]
+    paired = Comparison([call for part in parts for call in part.plain], [c for part in parts for c in part.dspark])
+    assert paired.ratio == 3.0 != paired.dspark_speed / paired.plain_speed
+    output = io.StringIO()
+    demo.print_comparison([paired], pair(torch.bfloat16), Console(file=output, width=80), greedy=True)
+    said = " ".join(output.getvalue().split())
+    assert "the ratio is the median over the 3 pairs of neighbouring calls, not the quotient" in said
+
+
 def test_first_difference_counts_a_missing_end():
     assert comparison(1, 1, [1, 2, 3]).first_difference is None
     assert comparison(1, 1, [1, 2, 3], [1, 2]).first_difference == 2
@@ -115,7 +125,7 @@ def test_first_difference_counts_a_missing_end():
 
 def test_acceptance_by_position_pools_calls():
     calls = [Call([1], 1.0, stats([(2, 2), (2, 0)])), Call([1], 1.0, stats([(3, 1)])), Call([1], 1.0, None)]
-    assert demo.acceptance_by_position(calls) == [2 / 3, 1 / 2, None]
+    assert demo.pooled([Comparison([], calls)]).acceptance_by_position == [2 / 3, 1 / 2, None]
 
 
 def test_round_costs_follow_equation_1():

@@ -9,7 +9,7 @@ import pytest
 from conftest import FIXTURES
 from tiny import character_tokenizer
 
-from dspark_hf import cli, command_files, eval_command, evaluation, tasks
+from dspark_hf import cli, command_files, data, eval_command, evaluation, tasks
 from dspark_hf.loading import CommandError
 from dspark_hf.work_file import WorkFile
 
@@ -327,8 +327,8 @@ def test_a_column_of_a_dataset(tmp_path, monkeypatch):
 
 
 def test_a_dataset_without_the_package(monkeypatch):
-    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CommandError, match=r"needs the package datasets.*dspark-hf\[train\]"):
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CommandError, match=r"the package datasets is needed.*dspark-hf\[train\]"):
         tasks.read_tasks("gsm8k:test:question", None, None)
 
 

@@ -194,7 +194,7 @@ def test_train_smollm2(run, monkeypatch, tmp_path, data):
 
     monkeypatch.setattr(subprocess, "run", record)
     monkeypatch.setattr("dspark_hf.demo_target.demo_target_folder", lambda: data.parent / "target")
-    printed = run("train_smollm2.py", "--output", str(tmp_path / "run"), "--threads", "2")
+    printed = run("train_smollm2.py", "--output", str(tmp_path / "run"), "--threads", "2", "--synthesize", "90")
     assert [command[0] for command in commands] == ["prepare-data", "train", "calibrate", "eval", "card"]
     for command in commands:
         assert f"$ dspark {shlex.join(command)}" in printed
@@ -205,6 +205,9 @@ def test_train_smollm2(run, monkeypatch, tmp_path, data):
             cli.build_parser().parse_args(command)
     kept = (tmp_path / "run" / "held-out.jsonl").read_text().splitlines()
     assert kept and all(json.loads(line)["prompt"] for line in kept)
+    about_code = [json.loads(line)["prompt"] for line in open(tmp_path / "run" / "standard-library.jsonl")]
+    assert len(set(about_code)) == 90
+    assert any("def " in prompt for prompt in about_code) and any("Write a Python" in prompt for prompt in about_code)
 
 
 def test_publish__looks_first(run, models, here: HubStandIn, tmp_path, monkeypatch):  # noqa: F811

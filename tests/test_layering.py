@@ -38,6 +38,7 @@ TOP = (
     "timing",
     "decoding_methods",
     "batch_bench",
+    "batch_report",
     "loading",
     "simulate",
     "simulation",

@@ -15,6 +15,7 @@ from chat import (
     END,
     FORGETFUL,
     MARKED,
+    TEMPLATE,
     THINKING,
     chat_target,
     chat_tokenizer,
@@ -46,10 +47,13 @@ def prompts(tmp_path) -> Path:
     return write_lines(tmp_path / "sums.jsonl", [{"prompt": question} for question in QUESTIONS])
 
 
+def keeping(target: Path, prompts: Path, output: Path) -> list[str]:
+    given = ["--target", str(target), "--prompts", str(prompts), "--output", str(output)]
+    return ["prepare-data", *given, "--keep-responses"]
+
+
 def command(target: Path, prompts: Path, output: Path, *argv: str) -> list[str]:
-    return ["prepare-data", "--target", str(target), "--prompts", str(prompts), "--output", str(output)] + [
-        *("--max-new-tokens", "24", "--batch-size", "8", *argv)
-    ]
+    return [*keeping(target, prompts, output)[:-1], "--max-new-tokens", "24", "--batch-size", "8", *argv]
 
 
 # What is written.
@@ -238,8 +242,7 @@ def test_responses_are_kept(capsys, target, tmp_path, template):
         },
     ]
     lines = write_lines(tmp_path / "chats.jsonl", chats)
-    argv = command(target, lines, tmp_path / "data", "--keep-responses")
-    assert run(capsys, argv)[0] == 0
+    assert run(capsys, keeping(target, lines, tmp_path / "data"))[0] == 0
     dash = "-" if template else ""
     made = data.load_training_data(tmp_path / "data")
     assert [marked(record["input_ids"], record["loss_mask"]) for record in made] == [
@@ -257,9 +260,58 @@ def test_responses_that_cannot_be_told_from_the_rest(capsys, tmp_path):
         for role, text in (("user", "Hi"), ("assistant", "Ho"), ("user", "So"), ("assistant", "No"))
     ]
     lines = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
-    code, _, err = run(capsys, command(target, lines, tmp_path / "data", "--keep-responses"))
+    code, _, err = run(capsys, keeping(target, lines, tmp_path / "data"))
     assert code == 2 and "conversation 1, of chats" in err and "generation" in err and err.count("\n") == 1
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--temperature", "1.0"),
+        ("--samples-per-prompt", "2"),
+        ("--max-new-tokens", "512"),
+        ("--top-p", "0.5"),
+        ("--top-k", "5"),
+        ("--seed", "3"),
+        ("--batch-size", "64"),
+        ("--time-limit", "2.0"),
+        ("--synthesize", "5"),
+        ("--dtype", "float32"),
+        ("--device", "cpu"),
+        ("--threads", "1"),
+    ],
+)
+def test_options_of_decoding_are_refused_where_responses_are_kept(capsys, target, prompts, tmp_path, option, value):
+    code, _, err = run(capsys, [*keeping(target, prompts, tmp_path / "data"), option, value])
+    assert code == 2 and err.count("\n") == 1
+    assert f"{option} {value}: with --keep-responses nothing is decoded; leave one of them out" in err
+
+
+# Templates that fail.
+
+# Its author did not think of lower-case letters.
+BROKEN = TEMPLATE.replace(
+    "{{ message['content'] +", "{{ 1 // (message['content'] | upper == message['content']) }}{{ '' +"
+)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["answers", "kept"])
+def test_a_template_that_raises_is_one_line(capsys, tmp_path, keep):
+    target = chat_target(tmp_path / "target", BROKEN)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "HO"}]
+    lines = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
+    code, _, err = run(capsys, (keeping if keep else command)(target, lines, tmp_path / "data"))
+    assert code == 2 and "Traceback" not in err and "user" in err
+    assert f"the chat template of the tokenizer '{target}' fails on the roles user" in err.splitlines()[-1]
+    assert "ZeroDivisionError: " in err
+
+
+def test_a_template_that_raises_in_the_midst_is_one_line(capsys, tmp_path):
+    target = chat_target(tmp_path / "target", BROKEN)
+    lines = write_lines(tmp_path / "sums.jsonl", [{"prompt": text} for text in ("1 + 1", "one and one")])
+    code, _, err = run(capsys, command(target, lines, tmp_path / "data"))
+    assert code == 2 and f"--target '{target}': the chat template" in err.splitlines()[-1]
 
 
 # Stopping and going on.
@@ -312,9 +364,14 @@ def test_a_run_killed_while_it_writes(capsys, target, prompts, tmp_path, monkeyp
     assert files == [f"{number:06d}.jsonl" for number in range(survivors)] + ["tmpabc.tmp"]
     assert not (tmp_path / "data").exists()
     batches.clear()
-    assert run(capsys, argv)[0] == 0
+    records = [json.loads(line) for path in written for line in path.read_text().splitlines()[1:]]
+    code, out, _ = run(capsys, argv)
+    assert code == 0
     assert contents(tmp_path / "data") == whole[0]
     assert len(batches) == whole[1] - survivors and not (tmp_path / "data.work").exists()
+    tokens = sum(sum(record["loss_mask"]) for record in records)
+    found = f"data.work/answers: {len(records)} of 40 samples, {tokens:,} tokens, are done."
+    assert (f"Going on with {tmp_path}/{found}" in out) == bool(survivors) == ("Going on" in out)
 
 
 def test_a_run_killed_from_outside(capsys, target, prompts, tmp_path, whole, batches):
@@ -512,14 +569,11 @@ BAD_INPUT = [
     (["--output", "data", "--temperature", "-1"], ["--temperature", "-1", "at least 0"]),
     (["--output", "data", "--temperature", "0", "--top-k", "3"], ["--top-k 3", "no effect at --temperature 0"]),
     (["--output", "data", "--temperature", "0", "--samples-per-prompt", "2"], ["--samples-per-prompt 2", "more"]),
-    (["--output", "data", "--keep-responses", "--temperature", "1"], ["--temperature", "nothing is decoded"]),
-    (["--output", "data", "--keep-responses", "--top-p", "0.5"], ["--top-p", "nothing is decoded"]),
     (["--output", "data", "--thinking", "maybe"], ["--thinking", "maybe", "off"]),
     (["--output", "data", "--time-limit", "-1"], ["--time-limit", "-1", "at least 0"]),
     (["--output", "data", "--batch-size", "0"], ["--batch-size", "0", "at least 1"]),
     (["--output", "data", "--prompts", ".", "--column", "x"], ["--column 'x'", "--dataset"]),
     (["--output", "data", "--synthesize", "0"], ["--synthesize", "0", "at least 1"]),
-    (["--output", "data", "--synthesize", "5", "--keep-responses"], ["--synthesize 5", "nothing is decoded"]),
     (["--output", "data", "--prompts", ".", "--examples", "."], ["--examples", "for --synthesize"]),
 ]
 

@@ -54,7 +54,7 @@ class Clock:
         monkeypatch.setattr(profiling, "FlattenedStream", Stream)
         monkeypatch.setattr(profiling, "DSparkCandidateGenerator", Generator)
         monkeypatch.setattr(profiling, "Verification", Judge)
-        monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=self.read))
+        monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=self.read, monotonic=lambda: self.now))
 
     def read(self) -> int:
         """The time; every other reading begins a measurement."""
@@ -166,6 +166,25 @@ def test_the_budget_sets_the_grid_and_the_sweeps(monkeypatch, pair):
     assert grids[-1] == (24, 9)  # the most
     assert grids == sorted(grids, key=lambda grid: grid[0])
     assert {points for points, _ in grids} == {6, 16, 24} or {points for points, _ in grids} == {6, 11, 16, 24}
+
+
+def test_what_is_done_between_the_points_counts_against_the_budget(monkeypatch, pair):
+    clock, prepare = Clock(monkeypatch), profiling._Bench._step
+
+    def slowly(bench, point):
+        clock.now += 3 * step_cost(point.context, point.rows, point.tokens)
+        return prepare(bench, point)
+
+    monkeypatch.setattr(profiling._Bench, "_step", slowly)
+    profile = measure_profile(*pair, contexts=(8,), most_tokens=32, budget=1_000_000)
+    assert clock.now <= 1_000_000 and profile.made["sweeps"] > 3
+
+
+def test_a_machine_that_slows_down_gets_fewer_sweeps(monkeypatch, pair):
+    warm_up = 2 * (OTHERS + THIN)
+    clock = Clock(monkeypatch, lambda number: 1 if number < warm_up else 2)
+    profile = measure_profile(*pair, contexts=(8,), most_tokens=16, budget=450_000)
+    assert clock.now <= 450_000 and 3 < profile.made["sweeps"] < 9
 
 
 # What is timed
@@ -354,9 +373,11 @@ def test_arguments_out_of_range(pair, arguments, message):
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "llama4_text"])
-def test_a_target_that_is_verified_row_by_row(name):
+def test_a_target_that_is_not_flattened(name):
     """The second in batches only, which is noticed in the first pass of one."""
-    with pytest.raises(ValueError, match=r"row by row \(it has .*Leave `num_assistant_tokens_schedule` at 'constant'"):
+    with pytest.raises(
+        ValueError, match=r"flattened stream \(it has .*Leave `num_assistant_tokens_schedule` at 'constant'"
+    ):
         measure_profile(decoder(name), contexts=(8,), most_tokens=16, budget=1e-9)
     assert not profile_path({}).parent.exists()
 
@@ -481,7 +502,7 @@ def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path
 def test_a_target_that_the_command_cannot_measure(capsys, tmp_path):
     decoder("gpt_neo").save_pretrained(tmp_path / "neo")
     message = error_of(capsys, "--target", str(tmp_path / "neo"), "--drafter", "none", *QUICK)
-    assert str(tmp_path / "neo") in message and "row by row" in message
+    assert str(tmp_path / "neo") in message and "flattened" in message
 
 
 def test_arguments_are_those_of_the_function():

@@ -258,7 +258,7 @@ def test_an_offloaded_drafter_is_refused():
 
 @gpu
 @pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_vl", "stablelm"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_vl", "bloom"])
 def test_devices(name, devices, rows, monkeypatch):
     target, inputs = image_reader(name) if name == "qwen3_vl" else (decoder(name), prompts())
     drafter = drafter_for(target).to(devices[1])

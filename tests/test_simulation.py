@@ -393,8 +393,8 @@ def write_drafter_config(folder: Path, **changes: object) -> dict[str, object]:
         (["--blocks", "profile.json"], ["--blocks 'profile.json'", "holds no blocks"]),
         (["--blocks", "blocks.json", "--profile", "none.json"], ["--profile 'none.json'"]),
         (["--blocks", "blocks.json", "--profile", "blocks.json"], ["--profile 'blocks.json'", "is no profile"]),
-        (["--blocks", "blocks.json", "--prompts", "x.jsonl"], ["--prompts", "no effect with --blocks"]),
-        (["--blocks", "blocks.json", "--limit", "2"], ["--limit", "no effect with --blocks"]),
+        (["--blocks", "blocks.json", "--prompts", "x.jsonl"], ["--blocks 'blocks.json'", "--prompts has no effect"]),
+        (["--blocks", "blocks.json", "--limit", "2"], ["--blocks 'blocks.json'", "--limit has no effect"]),
         (["--blocks", "blocks.json", "--profile", "other.json"], ["other.json", "block_size is 7", "blocks is 3"]),
         (["--prompts", "none.jsonl"], ["--prompts 'none.jsonl'", "no such file"]),
         (["--output", "/no/where/x.json"], ["--output '/no/where/x.json'", "does not exist"]),
@@ -461,8 +461,24 @@ def test_without_blocks_some_are_recorded(pair, tmp_path):
     assert list(result["load"]) == ["this machine"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--max-new-tokens", "3"], ["--max-new-tokens 3", "block of 7 drafts", "give at least 9"]),
+        (["--max-new-tokens", "9"], ["--max-new-tokens 9", "all 2 texts ended", "longer answers"]),
+    ],
+    ids=lambda value: value[1] if value[0].startswith("--max") and len(value) == 2 else "",
+)
+def test_texts_too_short_for_a_block_are_refused_by_argument_value_and_fix(pair, capsys, monkeypatch, argv, parts):
+    monkeypatch.setattr("dspark_hf.blocks.whole_blocks_by_row", lambda stats, block_size: [[] for _ in stats.rows])
+    assert cli.main([*RECORD, "--gpu-like", *argv]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    for part in ("dspark simulate: error: ", *parts):
+        assert part in message
+
+
 def test_a_machine_without_a_profile_is_said_before_anything_is_recorded(pair, capsys, monkeypatch):
-    monkeypatch.setattr(simulate, "_record", None)
+    monkeypatch.setattr("dspark_hf.blocks.record_blocks", None)
     assert cli.main(RECORD) == 2
     message = capsys.readouterr().err
     assert "no profile" in message and "dspark profile" in message and "--gpu-like" in message

@@ -151,7 +151,9 @@ def test_a_synthesis_that_was_killed(capsys, target, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             cli.main(argv)
     assert len(list((tmp_path / "data.work" / "prompts").glob("*.jsonl"))) == 2
-    assert run(capsys, argv)[0] == 0
+    capsys.readouterr()
+    code, out, _ = run(capsys, argv)
+    assert code == 0 and f"Going on with {tmp_path}/data.work/prompts: " in out and "of 12 prompts are written." in out
     assert prompts_of(tmp_path / "data") == prompts_of(tmp_path / "whole")
     assert contents(tmp_path / "data") == contents(tmp_path / "whole")
 
@@ -176,7 +178,7 @@ def test_a_target_that_writes_nothing_of_use_is_given_up(capsys, target, tmp_pat
     [
         (None, [], "no chat template"),
         (MARKED.replace("message['content'] +", "message['content'] | lower +"), [], "as it is"),
-        (FUSSY, ["--system-prompt", "x"], "refuses the roles system, user: no"),
+        (FUSSY, ["--system-prompt", "x"], "fails on the roles system, user: TemplateError: no"),
     ],
     ids=["none", "changes texts", "no system"],
 )

@@ -16,14 +16,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-from dspark_hf import compat, decoding
+from dspark_hf import compat, decoding, flattened_stream
 from dspark_hf.flattened_stream import FlattenedStream
+from dspark_hf.padded_stream import PaddedStream
+from dspark_hf.row_stream import RowStream
 from dspark_hf.target_outputs import read_taps, text_config
 
 
 NEW_TOKENS = 40
 # The release whose decoders are the table's; in older ones some go row by row, or do not exist.
 NEWEST = Version("5.24.0") <= compat.VERSION
+KINDS = {FlattenedStream: "flattened", PaddedStream: "padded", RowStream: "row by row"}
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -35,7 +38,7 @@ def streams(monkeypatch) -> list[str]:
 
     def open_stream(*args):
         stream = original(*args)
-        opened.append("flattened" if isinstance(stream, FlattenedStream) else "row by row")
+        opened.append(KINDS[type(stream)])
         return stream
 
     original = decoding.open_stream
@@ -411,6 +414,11 @@ def test_the_host_is_as_expected():
     assert isinstance(GenerationMixin._supports_default_dynamic_cache, object)
     mask = names(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     assert {"mask_function", "allow_is_causal_skip", "kwargs"} <= set(mask)
+
+
+@pytest.mark.parametrize("name", flattened_stream._INTERFACE_UNSAID)
+def test_what_a_class_leaves_unsaid(name):
+    assert not decoder(name)._supports_attention_backend, "its class says it now: take it off the list"
 
 
 def test_the_documentation_is_what_was_seen():

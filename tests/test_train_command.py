@@ -74,13 +74,19 @@ def test_a_new_drafter_is_trained_and_saved(folders, tmp_path):
 def test_training_goes_on_from_a_drafter(folders, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert cli.main(argv(folders, first)) == 0
+    calibrated = DSparkDraftModel.from_pretrained(first)
+    calibrated.config.confidence_temperatures = [{"sampling_temperature": 0.0, "temperatures": [1.5] * 7}]
+    calibrated.save_pretrained(first)
     again = ("--drafter", str(first), "--freeze", "confidence_head", "--data", *[str(folders / "data")] * 2)
-    assert cli.main(argv(folders, second, *again)) == 0
+    assert cli.main(argv(folders, second, *again, "--block_size", "5")) == 0
     data = json.loads((second / "training.json").read_text())["data"]
     assert data["samples"] == 48 and data["supervised_tokens"] == 48 * 34 and len(data["parts"]) == 2
     one, two = (DSparkDraftModel.from_pretrained(folder) for folder in (first, second))
     assert torch.equal(one.confidence_head.proj.weight, two.confidence_head.proj.weight)
     assert not torch.equal(one.fc.weight, two.fc.weight)
+    assert (one.config.block_size, two.config.block_size) == (7, 5)
+    # Other weights want other temperatures.
+    assert one.config.confidence_temperatures and two.config.confidence_temperatures is None
 
 
 def test_a_run_that_is_done_stays_as_it_is(folders, tmp_path, capsys):

@@ -18,10 +18,11 @@ from transformers import (
 
 from dspark_hf import DSparkConfig, DSparkDraftModel, decoding
 from dspark_hf.candidate_generator import Candidates, DSparkCandidateGenerator
+from dspark_hf.modeling.configuration_dspark import MARKOV_HEAD_TYPES
 from dspark_hf.sequences import Sequences
 
 
-HEADS = ("none", "vanilla", "gated", "rnn")
+HEADS = ("none", *MARKOV_HEAD_TYPES)
 
 
 def scramble(model: PreTrainedModel, seed: int, scale: float) -> PreTrainedModel:
