@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from .ablate import write_report
 from .ablate_report import Report, Sheet, plot_cost
-from .bench import BARE_STEPS, bare_draft_seconds, bare_step_seconds, timed_rows, warm_up
 from .command_files import check_outputs, read_prompts
 from .decoding_methods import PLAIN, dspark_method, plain_method
 from .loading import CommandError, Pair, check_drafting, generation_options, left_padded, load_pair, reporting
 from .simulate import check_block_sizes, read_profile
+from .timing import BARE_STEPS, bare_draft_seconds, bare_step_seconds, timed_rows, warm_up
 
 
 if TYPE_CHECKING:

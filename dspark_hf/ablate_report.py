@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench import format_number
+from .bench_report import format_number
 from .card_tables import markdown_table
 from .simulate import LABELS
 

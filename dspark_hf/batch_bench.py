@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from .batch_report import markdown_table, print_tables, summarise
-from .bench import bench_options, check_lengths, introduce, pair_settings, timed_rows, warm_up
+from .bench import bench_options, check_lengths, introduce, pair_settings
 from .command_files import check_writable, read_prompts, write_results
 from .decoding_methods import PLAIN, Method, plain_method
 from .files import write_text
@@ -37,6 +37,7 @@ from .schedule_options import drafter_schedule
 from .scheduling import HARDWARE_AWARE, SCHEDULES, Scheduler, survivals
 from .statistics import SpeculativeStats
 from .synthetic import concentration_of, synthetic_acceptance
+from .timing import timed_rows, warm_up
 
 
 # Candidates for the schedule "confidence", and batches that the choice between them rests on.

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .bench import format_number
+from .bench_report import format_number
 from .decoding_methods import PLAIN
 
 

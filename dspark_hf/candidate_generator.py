@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from . import sampling
-from .modeling.modeling_dspark import DraftContext
+from .modeling.draft_context import DraftContext
+from .modeling.modeling_dspark import tokens_at
 from .processing import ProcessorChain
 from .sampling import probabilities
 from .scheduling import Choice, Scheduler, survivals
@@ -32,8 +33,8 @@ class Candidates:
         choice ([`Choice`]): How many of each row's are worth sending to the target.
         draft_probs (`torch.Tensor` of shape `(rows, slots, vocab_size)`, *optional*): What the tokens were drawn
             from, in float32 or better; `None` for greedy drafts.
-        draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): The tokens that the last dimension
-            of `draft_probs` stands for, if it is shorter than the vocabulary.
+        draft_ids (`torch.LongTensor` of shape `(tokens,)` or `(rows, slots, tokens)`, *optional*): The tokens that the
+            last dimension of `draft_probs` stands for, if it is shorter than the vocabulary.
         survivals, confidence_logits (`list[list[float]]`, *optional*): For each row those of its slots, if they are
             known here.
         synthetic (`torch.Tensor` of shape `(rows, slots)`, *optional*): Probabilities by which the drafts are to be
@@ -68,6 +69,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         temperature (`float`): Of the call; the confidence is calibrated for it.
         keep_confidences (`bool`): Whether confidences are wanted whatever the schedule.
         synthetic ([`SyntheticAcceptance`], *optional*): Takes the place of the drafter's own confidence.
+        context_window (`int`, *optional*): Last positions before the anchor that a block sees; by default all.
+        top_k (`int`, *optional*): Tokens of each slot, those with the highest base logits, that can be drafted; by
+            default all.
 
     Raises:
         `ValueError`: if the drafter was not made for the target.
@@ -84,6 +88,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         temperature: float | None = None,
         keep_confidences: bool = False,
         synthetic: SyntheticAcceptance | None = None,
+        context_window: int | None = None,
+        top_k: int | None = None,
     ):
         check_fits(drafter, target)
         config = drafter.config
@@ -93,13 +99,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.target_embedding = None if config.owns_embedding else target.get_input_embeddings()
         self.target_lm_head = None if config.owns_lm_head else target.get_output_embeddings()
         self.processors, self.do_sample = processors, do_sample
-        self.scheduler, self.synthetic = scheduler, synthetic
+        self.scheduler, self.synthetic, self.top_k = scheduler, synthetic, top_k
         wanted = scheduler.schedule != "constant" or keep_confidences
         self.keep_confidences = wanted and config.enable_confidence_head
         self.confidence_temperatures = torch.tensor(
             config.temperatures_for((1.0 if temperature is None else temperature) if do_sample else 0.0)
         )
-        self.context = DraftContext(config, starts)
+        self.context = DraftContext(
+            config, starts, window=context_window, compile_config=drafter.generation_config.compile_config
+        )
         self.pending: list[list[torch.Tensor]] = [[] for _ in starts]
 
     def observe(self, taps: torch.Tensor, counts: Sequence[int]) -> None:
@@ -146,17 +154,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
             )
         self.pending = [[] for _ in rows]
         drawn_from: list[torch.Tensor] = []
-        # Drafts of a reduced vocabulary are chosen among its tokens, unless a processor has a say about others too.
-        reduced = self.drafter.d2t is not None
-        ids = self.drafter.d2t.to(home) if reduced else None
-        widened = reduced and self.processors.names_tokens
+        drawn_ids: list[torch.Tensor | None] = []
 
-        def select(slot: int, logits: torch.Tensor) -> torch.LongTensor:
+        def select(slot: int, logits: torch.Tensor, ids: torch.LongTensor | None) -> torch.LongTensor:
             scores = logits.to(home)
+            ids = None if ids is None else ids.to(home)
             if self.processors:
                 scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-                if widened:
-                    scores = _widened(scores, ids, self.drafter.config.vocab_size)
+                # Where only some tokens can be drafted, the choice is among these, unless a processor has a say about
+                # others too.
+                if ids is not None and self.processors.names_tokens:
+                    scores, ids = _widened(scores, ids, self.drafter.config.vocab_size), None
                 prefixes = ()
                 if self.processors.reads_tokens:
                     prefixes = [(row, sequences.prefix(row, slot), slot) for row in rows]
@@ -166,15 +174,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 tokens = self._draw(drawn_from[-1])
             else:
                 tokens = sampling.most_likely(scores)
-            if reduced and not widened:
-                tokens = ids[tokens]
+            tokens = tokens_at(ids, tokens)
+            drawn_ids.append(ids)
             if self.processors.reads_tokens:
                 sequences.put(rows, tokens[:, None], at=slot)
             return tokens.to(self.device)
 
         state = self.processors.state()
         with torch.autocast(self.device.type, enabled=False):
-            draft = self.drafter.draft(hidden, anchors, self.target_lm_head, select, slots)
+            draft = self.drafter.draft(hidden, anchors, self.target_lm_head, select, slots, self.top_k)
         self.processors.restore(state)
         logits = confidences = synthetic = None
         if self.synthetic is not None:
@@ -193,7 +201,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             survivals=known,
             confidence_logits=logits,
             synthetic=synthetic,
-            draft_ids=ids if self.do_sample and not widened else None,
+            draft_ids=_of_block(drawn_ids) if self.do_sample else None,
         )
 
     def _draw(self, probs: torch.Tensor) -> torch.LongTensor:
@@ -214,12 +222,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.pending = [self.pending[index] for index in keep]
 
 
+def _of_block(ids: Sequence[torch.LongTensor | None]) -> torch.LongTensor | None:
+    """The ids of each slot as those of the block: the same for all, or for each row and slot its own."""
+    return ids[0] if ids[0] is None or ids[0].dim() == 1 else torch.stack(list(ids), dim=1)
+
+
 def _widened(scores: torch.Tensor, ids: torch.LongTensor, vocab_size: int) -> torch.Tensor:
     """
-    Scores of a reduced vocabulary among those of all tokens. The others are as good as impossible but not quite: a
+    Scores of some tokens among those of all. The others are as good as impossible but not quite: a
     processor that allows none of the drafter's tokens (a grammar, a forced token) leaves scores to draft from.
     """
-    return scores.new_full((len(scores), vocab_size), _UNLIKELY).index_copy_(1, ids, scores)
+    return scores.new_full((len(scores), vocab_size), _UNLIKELY).scatter_(1, ids.expand_as(scores), scores)
 
 
 def check_fits(drafter, target: PreTrainedModel) -> None:

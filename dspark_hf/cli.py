@@ -28,7 +28,7 @@ from .loading import CommandError
 
 
 if TYPE_CHECKING:
-    from .bench import Call
+    from .timing import Call
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,8 +148,8 @@ def _run_generate(
     from rich.console import Console
 
     from . import demo
-    from .bench import timed_generate, warm_up
     from .decoding_methods import dspark_method, plain_method
+    from .timing import timed_generate, warm_up
 
     pair = load_pair(target, drafter, dtype, device, threads)
     inputs = pair.encode(text, chat)

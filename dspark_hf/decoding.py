@@ -242,7 +242,8 @@ class _Run:
         self.stream.keep_finished = self.returns_cache
         self.places = places_for(self.target, prompt.cache)
         self.prompt_tokens = prompt.visible.sum(dim=1).tolist()  # of each row, without padding
-        self.scheduler = _scheduler(self.target, self.drafter, self.config)
+        options = ScheduleOptions.of_call(self.drafter, self.config)
+        self.scheduler = _scheduler(self.target, self.drafter, options, bool(self.do_sample))
         self.drafts = DSparkCandidateGenerator(
             self.drafter,
             self.target,
@@ -253,6 +254,8 @@ class _Run:
             temperature=self.config.temperature,
             keep_confidences=bool(self.config.return_dict_in_generate),
             synthetic=self.synthetic,
+            context_window=options.context_window,
+            top_k=options.top_k,
         )
         self.drafts.observe(prompt.taps, prompt.tap_counts)
         self.stats.seconds_prefill += clock.lap()
@@ -511,11 +514,9 @@ class _OutputStreamer:
             self.streamer.end()
 
 
-def _scheduler(target: PreTrainedModel, drafter: Any, generation_config: GenerationConfig) -> Scheduler:
+def _scheduler(target: PreTrainedModel, drafter: Any, options: ScheduleOptions, do_sample: bool) -> Scheduler:
     """The schedule of a call; without a profile of the pair a hardware-aware one falls back to the threshold."""
-    options = ScheduleOptions.of_call(drafter, generation_config)
-    schedule, costs = options.schedule, None
-    block_size, do_sample = drafter.config.block_size, bool(generation_config.do_sample)
+    schedule, costs, block_size = options.schedule, None, drafter.config.block_size
     if schedule in HARDWARE_AWARE:
         profile = find_profile(target, drafter)
         if profile is None:

@@ -9,9 +9,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import CompileConfig
 
+from .host_dflash import host_dflash
 from .loading import Pair
-from .schedule_options import drafter_schedule
+from .schedule_options import drafter_defaults, drafter_schedule
 from .scheduling import SCHEDULES
 from .synthetic import synthetic_acceptance
 
@@ -20,17 +22,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN, DSPARK, PROMPT_LOOKUP = "plain generate", "DSpark", "prompt lookup"
-STATIC, COMPILED = "static cache", "torch.compile"
+STATIC, COMPILED, HOST_DFLASH = "static cache", "torch.compile", "Transformers' DFlash"
+COMPILED_DRAFTER = f"{DSPARK}, compiled"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding: the arguments it adds to `generate`, and what must be in force around the call."""
+    """
+    A way of decoding.
+
+    Attributes:
+        name (`str`): For tables.
+        arguments (`dict`): What it adds to the arguments of `generate`.
+        surroundings (`Callable`): Makes a context that must be in force around the call.
+        speculative (`bool`): Whether it is DSpark, so that the drafter has statistics of the call.
+        unfit (`str`, *optional*): Why it cannot be run with this pair.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     speculative: bool = False
+    unfit: str | None = None
 
 
 def plain_method() -> Method:
@@ -61,13 +74,35 @@ def synthetic_methods(pair: Pair, probabilities: Iterable[float]) -> list[Method
     ]
 
 
+def drafting_methods(pair: Pair, windows: Iterable[int], top_ks: Iterable[int]) -> list[Method]:
+    """DSpark with a drafter that sees only the last positions before a block, or drafts among a few tokens.
+
+    Args:
+        pair (`Pair`): target and drafter.
+        windows (`Iterable[int]`): values of `draft_context_window`.
+        top_ks (`Iterable[int]`): values of `draft_top_k`.
+    """
+    values = [(f"last {window}", {"draft_context_window": window}) for window in windows]
+    values += [(f"top {top_k}", {"draft_top_k": top_k}) for top_k in top_ks]
+    return [
+        Method(
+            f"{DSPARK}, {name}",
+            {"assistant_model": pair.drafter},
+            partial(drafter_defaults, pair.drafter, **options),
+            speculative=True,
+        )
+        for name, options in values
+    ]
+
+
 def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) -> list[Method]:
     """
     Ways of decoding by their names on the command line.
 
     Args:
         pair (`Pair`): Target and drafter.
-        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, and the schedules of a drafter.
+        names (`Sequence[str]`): `"static"`, `"compiled"`, `"prompt-lookup"`, `"dflash"`, `"compiled-drafter"`, and the
+            schedules of a drafter.
         prompt_lookup_tokens (`int`): `prompt_lookup_num_tokens`.
     """
     static = {"cache_implementation": "static"}
@@ -76,6 +111,12 @@ def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) 
         "compiled": Method(COMPILED, static, partial(compiled, pair.target)),
         "prompt-lookup": Method(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": prompt_lookup_tokens}),
     }
+    others["compiled-drafter"] = Method(
+        COMPILED_DRAFTER,
+        {"assistant_model": pair.drafter},
+        partial(drafter_defaults, pair.drafter, compile_config=CompileConfig()),
+        speculative=True,
+    )
     threshold = pair.drafter.generation_config.assistant_confidence_threshold
     for schedule in SCHEDULES:
         at = (threshold or 0.4) if schedule == "confidence" else None
@@ -83,7 +124,18 @@ def chosen_methods(pair: Pair, names: Sequence[str], prompt_lookup_tokens: int) 
         others[schedule] = Method(
             f"{DSPARK}, {schedule}", {"assistant_model": pair.drafter}, surroundings, speculative=True
         )
+    if "dflash" in names:
+        others["dflash"] = host_dflash_method(pair)
     return [others[name] for name in names]
+
+
+def host_dflash_method(pair: Pair) -> Method:
+    """Transformers' own DFlash path with the drafter's weights."""
+    try:
+        assistant = host_dflash(pair.drafter, pair.target)
+    except ValueError as error:
+        return Method(HOST_DFLASH, unfit=str(error))
+    return Method(HOST_DFLASH, {"assistant_model": assistant, "speculation_type": "dflash"})
 
 
 @contextmanager

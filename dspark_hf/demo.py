@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .bench import Call, timed_generate, warm_up
 from .command_files import read_prompts
 from .decoding_methods import DSPARK, PLAIN, Method, dspark_method, plain_method
 from .loading import DEMO, Pair, generation_options, load_pair
 from .statistics import SpeculativeStats
+from .timing import Call, timed_generate, warm_up
 
 
 if TYPE_CHECKING:

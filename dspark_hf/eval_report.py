@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench import format_number
+from .bench_report import format_number
 from .evaluation import blocks_of, describe, fitted_temperatures
 from .loading import regime
 from .reliability import ReliabilityRow, draw_reliability

@@ -57,11 +57,12 @@ def add_bench(commands: Commands) -> None:
     )
     bench.add_argument(
         "--methods",
-        choices=("static", "compiled", "prompt-lookup", *SCHEDULES),
+        choices=("static", "compiled", "prompt-lookup", "dflash", "compiled-drafter", *SCHEDULES),
         nargs="+",
         default=argparse.SUPPRESS,
-        help="beside plain generate: a static cache, torch.compile, prompt lookup, the drafter by schedules; default: "
-        "prompt lookup and the drafter; not with --batch-sizes",
+        help="beside plain generate: a static cache, torch.compile, prompt lookup, Transformers' own DFlash path (for "
+        "DFlash drafters with full attention), the drafter compiled, or by schedules; default: prompt lookup and the "
+        "drafter; not with --batch-sizes",
     )
     bench.add_argument(
         "--contexts",
@@ -70,6 +71,23 @@ def add_bench(commands: Commands) -> None:
         nargs="+",
         default=argparse.SUPPRESS,
         help="prompts of N tokens each, other prompts before them; not with --batch-sizes",
+    )
+    bench.add_argument(
+        "--draft-context-windows",
+        metavar="N",
+        type=positive_int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="beside these: the drafter with draft_context_window N, seeing the last N positions; not with "
+        "--batch-sizes",
+    )
+    bench.add_argument(
+        "--draft-top-k",
+        metavar="K",
+        type=positive_int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="beside these: the drafter with draft_top_k K, drafting among K tokens a slot; not with --batch-sizes",
     )
     bench.add_argument(
         "--synthetic-acceptance",
@@ -255,7 +273,9 @@ def _run_bench(**arguments: object) -> int:
     """`dspark bench`: row by row, or on batches."""
     batched = "batch_sizes" in arguments
     for name in (
-        ("prompt_lookup_tokens", "methods", "contexts") if batched else ("schedules", "synthetic_auc", "markdown")
+        ("prompt_lookup_tokens", "methods", "contexts", "draft_context_windows", "draft_top_k")
+        if batched
+        else ("schedules", "synthetic_auc", "markdown")
     ):
         if name in arguments:
             fix = "leave one of them out" if batched else "give that as well"

@@ -130,15 +130,19 @@ class Verification:
                 were drawn from.
             synthetic (`torch.Tensor` of shape `(rows, block_size)`, *optional*): Accept each draft with this
                 probability instead, right or wrong.
-            draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): The tokens, increasing, that
-                the last dimension of `draft_probs` stands for; all others have draft probability 0.
+            draft_ids (`torch.LongTensor` of shape `(tokens,)` or `(rows, block_size, tokens)`, *optional*): The
+                tokens, increasing, that the last dimension of `draft_probs` stands for; all others have draft
+                probability 0.
 
         Source: DSpark, "Speculative Decoding: Draft, Then Verify"; Leviathan et al. 2023, Algorithm 1.
         """
         longest = self.drafts.shape[1]
         of_target = target_probs[self.index[:, :longest], self.drafts]
-        places = self.drafts if draft_ids is None else torch.searchsorted(draft_ids, self.drafts.contiguous())
-        of_drafter = draft_probs[:, :longest].gather(2, places[..., None]).squeeze(2)
+        places = self.drafts[..., None].contiguous()
+        if draft_ids is not None:
+            own = draft_ids.dim() == 3
+            places = torch.searchsorted(draft_ids[:, :longest].contiguous() if own else draft_ids, places)
+        of_drafter = draft_probs[:, :longest].gather(2, places).squeeze(2)
         accept_probs = (of_target / of_drafter).clamp(max=1.0)
         if synthetic is not None:
             accept_probs = synthetic[:, :longest].to(accept_probs)
@@ -149,9 +153,11 @@ class Verification:
             if longest == 0:
                 return draw_tokens(probs)
             rows = torch.arange(len(accepted), device=accepted.device)
-            of_rejected = draft_probs[rows, accepted.clamp(max=longest - 1)]
+            at = accepted.clamp(max=longest - 1)
+            of_rejected = draft_probs[rows, at]
             if draft_ids is not None:
-                of_rejected = torch.zeros_like(probs).index_copy_(1, draft_ids, of_rejected.to(probs.dtype))
+                ids = draft_ids[rows, at] if draft_ids.dim() == 3 else draft_ids.expand_as(of_rejected)
+                of_rejected = torch.zeros_like(probs).scatter_(1, ids, of_rejected.to(probs.dtype))
             rejected = (accepted < self.lengths)[:, None]
             return draw_tokens(torch.where(rejected, residual(probs, of_rejected), probs))
 

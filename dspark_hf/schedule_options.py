@@ -1,4 +1,4 @@
-"""What a call and its drafter say about scheduling, in the fields of a `GenerationConfig`."""
+"""What a call and its drafter say about drafting and scheduling, in the fields of a `GenerationConfig`."""
 
 import contextlib
 import copy
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from .scheduling import SCHEDULES
 
@@ -26,12 +26,18 @@ class ScheduleOptions:
         min_verify_length (`int`): Drafts of each row that are sent whatever they cost; by default 0.
         max_starved_rounds (`int`, *optional*): A row that was passed over in so many rounds, in which drafts of others
             were sent, gets one sent; by default none does.
+        context_window (`int`, *optional*): `draft_context_window`, positions before a block that the drafter sees; by
+            default all that its layers see.
+        top_k (`int`, *optional*): `draft_top_k`, tokens of each slot, those that the drafter's backbone ranks highest,
+            that its sequential head corrects and that can be drafted; by default all.
     """
 
     schedule: str = "constant"
     threshold: float = 0.0
     min_verify_length: int = 0
     max_starved_rounds: int | None = None
+    context_window: int | None = None
+    top_k: int | None = None
 
     @classmethod
     def of_call(cls, drafter: Any, generation_config: GenerationConfig) -> "ScheduleOptions":
@@ -62,11 +68,18 @@ class ScheduleOptions:
         if threshold is None:
             threshold = defaults["assistant_confidence_threshold"]
         floor, patience = given("min_verify_length"), given("max_starved_rounds")
-        options = cls(schedule, threshold, 0 if floor is None else floor, patience)
+        window, top_k = given("draft_context_window"), given("draft_top_k")
+        options = cls(schedule, threshold, 0 if floor is None else floor, patience, window, top_k)
         options._check(drafter)
         return options
 
     def _check(self, drafter: Any) -> None:
+        compile_config = drafter.generation_config.compile_config
+        if compile_config is not None and not isinstance(compile_config, CompileConfig):
+            raise ValueError(
+                f"`compile_config` of `drafter.generation_config` is {compile_config!r}; it must be a "
+                "`transformers.CompileConfig`, or None."
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"`num_assistant_tokens_schedule` is {self.schedule!r}; with a DSpark drafter it is one of "
@@ -79,8 +92,10 @@ class ScheduleOptions:
         for name, value, least in (
             ("min_verify_length", self.min_verify_length, 0),
             ("max_starved_rounds", self.max_starved_rounds, 1),
+            ("draft_context_window", self.context_window, 1),
+            ("draft_top_k", self.top_k, 1),
         ):
-            if name == "max_starved_rounds" and value is None:
+            if name != "min_verify_length" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
@@ -105,10 +120,17 @@ def drafter_schedule(drafter: Any, schedule: str, threshold: float | None) -> It
         schedule (`str`): One of `SCHEDULES`.
         threshold (`float`, *optional*): `assistant_confidence_threshold`, for `"confidence"`.
     """
+    with drafter_defaults(drafter, num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=threshold):
+        yield
+
+
+@contextlib.contextmanager
+def drafter_defaults(drafter: Any, **values: Any) -> Iterator[None]:
+    """Let fields of a drafter's `generation_config` have other values meanwhile."""
     own = drafter.generation_config
     drafter.generation_config = copy.deepcopy(own)
-    drafter.generation_config.num_assistant_tokens_schedule = schedule
-    drafter.generation_config.assistant_confidence_threshold = threshold
+    for name, value in values.items():
+        setattr(drafter.generation_config, name, value)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench import format_number
+from .bench_report import format_number
 from .command_files import check_outputs, read_prompts, write_results
 from .loading import DEMO, CommandError, Pair, check_source, load_pair, machine_profile, reporting
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .modeling import DSparkConfig
-from .modeling.modeling_dspark import BackbonePass, visible
+from .modeling.draft_context import BackbonePass, visible
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ class _PackedKeys:
 
 class PackedContext:
     """
-    The context of a training pass, in the place of a `DraftContext`: whole texts, and many blocks a row.
+    The context of a training pass, in the place of a `DraftContext`: whole texts, and many blocks a row. It has shapes
+    of its own, so it is never compiled as drafting is.
 
     Args:
         config ([`DSparkConfig`]): Of the drafter.
@@ -149,9 +150,17 @@ class PackedContext:
         length (`int`): Tokens of the longest text. What fills up the others lies behind all their anchors.
     """
 
+    compile_config = None
+
     def __init__(self, config: DSparkConfig, anchors: torch.LongTensor, length: int):
         self.config, self.anchors, self.length = config, anchors, length
         self.layers = [_PackedKeys(len(anchors), length) for _ in range(config.num_hidden_layers)]
+
+    def narrow(
+        self, hidden_states: torch.Tensor, context_lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Nothing is left out: each text's early blocks see its beginning."""
+        return hidden_states, context_lengths
 
     def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
         """Lay out the pass; `block_slots` is the number of slots of all blocks of a row."""

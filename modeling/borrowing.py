@@ -27,6 +27,11 @@ def call_module(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return module(inputs)
 
 
+def embedding_scale(embedding: nn.Module | None) -> float:
+    """The factor that an embedding has multiplied its output by, as Gemma's does; 1 for most."""
+    return getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
+
+
 class HeadRows:
     """
     Logits of some tokens from a target's head. Of a plain linear head the tokens' rows are selected once and kept, as
@@ -54,7 +59,7 @@ class HeadRows:
         Returns:
             `torch.Tensor` of shape `(..., draft_vocab_size)`.
         """
-        if not _is_plain(head):
+        if not is_plain_linear(head):
             output = call_module(head, hidden_states)
             return output.index_select(-1, token_ids.to(output.device))
         weight, bias = self._rows(head, token_ids)
@@ -82,8 +87,11 @@ class HeadRows:
         return rows
 
 
-def _is_plain(head: nn.Module) -> bool:
-    """Whether a head is a linear map and no more: not quantised, sharded, offloaded, adapted or hooked."""
+def is_plain_linear(head: nn.Module) -> bool:
+    """
+    Whether a head is a linear map and no more, whose rows can be taken by themselves: not quantised, sharded,
+    offloaded, adapted or hooked.
+    """
     return (
         type(head) is nn.Linear
         and type(head.weight) is nn.Parameter

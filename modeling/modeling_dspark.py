@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from .attention import grouped_attention
-from .borrowing import HeadRows, call_module
+from .backbone import DSparkLayer, DSparkRMSNorm, DSparkRotaryEmbedding
+from .borrowing import HeadRows, call_module, embedding_scale
 from .checkpoint_formats import find_reader
 from .checkpoint_loading import (
     HUB_ARGUMENTS,
@@ -34,128 +31,14 @@ from .checkpoint_loading import (
     weight_files,
 )
 from .configuration_dspark import DSparkConfig
+from .draft_context import BackbonePass, DraftContext
 from .format_fields import Reading
-from .slot_buffer import SlotBuffer
+from .heads import DSparkConfidenceHead, DSparkMarkovHead
+from .static_pass import StaticPass
 
 
 # What the Hub is told a drafter is.
 TAGS = ("speculative-decoding", "draft-model", "dspark")
-
-
-@dataclass
-class BackbonePass:
-    """
-    Where the tokens of one backbone pass go: the new context of all rows, then the blocks of all rows.
-
-    Attributes:
-        positions (`torch.LongTensor` of shape `(tokens,)`): Their positions in the text.
-        row_index (`torch.LongTensor` of shape `(tokens,)`, *optional*): Their rows; `None` for a single row.
-        slots (`torch.LongTensor` of shape `(tokens,)` or `slice`): Their slots in the layers' buffers.
-        used (`int`): Slots in use afterwards.
-        masks (`dict[str, torch.Tensor | None]`): For each layer type, `(rows, 1, 1 or slots a row, used)`: True where
-            a block's slot sees a key.
-    """
-
-    positions: torch.Tensor
-    row_index: torch.Tensor | None
-    slots: torch.Tensor | slice
-    used: int
-    masks: dict[str, torch.Tensor | None]
-
-
-def visible(
-    config: DSparkConfig, layer_type: str, keys: torch.Tensor, queries: torch.Tensor, anchors: torch.Tensor
-) -> torch.Tensor:
-    """
-    Which keys a layer lets the slots of a block see, of the context before the anchor and the block itself.
-
-    Args:
-        config ([`DSparkConfig`]): Of the drafter.
-        layer_type (`str`): The layer's.
-        keys, queries, anchors (`torch.Tensor`, shapes that broadcast): Positions.
-
-    Returns:
-        `torch.BoolTensor`: Of the shape they broadcast to.
-    """
-    mask = keys <= queries if layer_type in config.causal_layer_types else keys < anchors + config.block_slots
-    if layer_type == "sliding_attention":
-        first = anchors if config.window_from_anchor else queries + 1
-        mask = mask & (keys >= first - config.sliding_window)
-    return mask
-
-
-class DraftContext:
-    """
-    What a drafter remembers of the rows it drafts for: the context's keys and values of each layer, computed once for
-    each accepted token.
-
-    Args:
-        config ([`DSparkConfig`]): Of the drafter.
-        starts (`Sequence[int]`): For each row the position of its first remembered token: 0, or the length of a
-            prefix whose hidden states are not known (a cache handed in by the user).
-        capacity (`int`): Slots a row to begin with.
-    """
-
-    def __init__(self, config: DSparkConfig, starts: Sequence[int], capacity: int = 128):
-        self.config = config
-        self.starts = list(starts)
-        self.lengths = [0] * len(self.starts)
-        self.layers = [SlotBuffer(len(self.starts), capacity) for _ in range(config.num_hidden_layers)]
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep the rows whose indices are given, in that order."""
-        self.starts = [self.starts[row] for row in rows]
-        self.lengths = [self.lengths[row] for row in rows]
-        for layer in self.layers:
-            device = None if layer.keys is None else layer.keys.device
-            layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
-
-    def plan(self, context_lengths: Sequence[int], block_slots: int, device: torch.device) -> BackbonePass:
-        """Lay out a pass that appends `context_lengths` tokens to the rows and runs a block behind each."""
-        held, starts = self.lengths, self.starts
-        totals = [before + new for before, new in zip(held, context_lengths, strict=True)]
-        used = max(totals) + block_slots
-        if len(totals) == 1:
-            slots = torch.arange(held[0], used, device=device)
-            row_index, positions, written = None, slots + starts[0], slice(held[0], used)
-        else:
-            token_rows, token_slots = [], []
-            for row, (before, total) in enumerate(zip(held, totals, strict=True)):
-                token_slots.extend(range(before, total))
-                token_rows.extend([row] * (total - before))
-            for row, total in enumerate(totals):
-                token_slots.extend(range(total, total + block_slots))
-                token_rows.extend([row] * block_slots)
-            row_index, written, row_starts = (
-                torch.tensor(values, device=device) for values in (token_rows, token_slots, starts)
-            )
-            positions = written + row_starts[row_index]
-        masks: dict[str, torch.Tensor | None] = {}
-        for layer_type in set(self.config.layer_types):
-            masks[layer_type] = self._mask(layer_type, totals, used, block_slots, device)
-        return BackbonePass(positions, row_index, written, used, masks)
-
-    def advance(self, context_lengths: Sequence[int]) -> None:
-        """Remember the tokens that a pass appended; its blocks are forgotten."""
-        self.lengths = [held + new for held, new in zip(self.lengths, context_lengths, strict=True)]
-
-    def drafts(self, block: torch.Tensor) -> torch.Tensor:
-        """The slots of each row's block, in the second dimension, that are drafts."""
-        return block[:, self.config.block_slots - self.config.block_size :]
-
-    def _mask(
-        self, layer_type: str, totals: Sequence[int], used: int, block_slots: int, device: torch.device
-    ) -> torch.Tensor | None:
-        sliding = layer_type == "sliding_attention" and used > self.config.sliding_window
-        causal = layer_type in self.config.causal_layer_types
-        if not sliding and not causal and min(totals) == max(totals):
-            return None
-        keys = torch.arange(used, device=device)
-        anchors = torch.tensor(totals, device=device)[:, None, None, None]
-        if not sliding and not causal:
-            return keys < anchors + block_slots
-        queries = anchors + torch.arange(block_slots, device=device)[:, None]
-        return visible(self.config, layer_type, keys, queries, anchors)
 
 
 @dataclass
@@ -172,6 +55,14 @@ class DraftOutput:
     confidence_logits: torch.Tensor | None
 
 
+def tokens_at(ids: torch.LongTensor | None, places: torch.LongTensor) -> torch.LongTensor:
+    """The tokens at `places`, `(rows,)`, among those that a slot's logits are of, as [`DSparkDraftModel.draft`] hands
+    them out."""
+    if ids is None:
+        return places
+    return ids[places] if ids.dim() == 1 else ids.gather(1, places[:, None]).squeeze(1)
+
+
 class LastCall(threading.local):
     """Statistics of each thread's last call; they go with the thread, and a copy of the drafter starts without."""
 
@@ -182,229 +73,6 @@ class LastCall(threading.local):
 
     def __reduce__(self) -> tuple:
         return LastCall, ()
-
-
-class DSparkRMSNorm(nn.Module):
-    """Root mean square norm, in float32 inside."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Under autocast, queries and keys are of another dtype than the weights.
-        weight = self.weight.to(hidden_states.dtype)
-        return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
-
-
-class DSparkRotaryEmbedding:
-    """
-    Cosines and sines of positions. Not a module: its frequencies stay float32 whatever dtype the model is cast to.
-
-    Args:
-        config ([`DSparkConfig`]): Of the drafter.
-    """
-
-    def __init__(self, config: DSparkConfig):
-        self.config = config
-        self._frequencies: dict[torch.device, tuple[torch.Tensor, float]] = {}
-
-    def frequencies(self, device: torch.device) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies, `torch.Tensor` of shape `(head_dim / 2,)` in float32, and the factor of cos and sin."""
-        if device not in self._frequencies:
-            rope_type = self.config.rope_parameters.get("rope_type", "default")
-            with torch.device("cpu"):
-                if rope_type == "default":
-                    exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
-                    inverse, factor = 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
-                else:
-                    inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](self.config, torch.device("cpu"))
-            self._frequencies[device] = (inverse.to(device=device, dtype=torch.float32), factor)
-        return self._frequencies[device]
-
-    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cos and sin of shape `(tokens, 1, head_dim)` for positions of shape `(tokens,)`."""
-        inverse, factor = self.frequencies(positions.device)
-        angles = positions[:, None].float() * inverse
-        angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of `(tokens, heads, head_dim)` by the tokens' cos and sin."""
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-class DSparkAttention(nn.Module):
-    """Attention of the block's slots over the context and the block itself (Eq. 3)."""
-
-    def __init__(self, config: DSparkConfig, layer_type: str):
-        super().__init__()
-        self.layer_type = layer_type
-        self.head_dim = config.head_dim
-        self.scaling = config.attention_scaling if config.attention_scaling is not None else config.head_dim**-0.5
-        self.keys_are_values = config.attention_k_eq_v
-        self.value_norm_eps = config.rms_norm_eps if config.value_norm else None
-        width = config.hidden_size
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
-        if not self.keys_are_values:
-            self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_width, width, bias=config.attention_output_bias)
-        if config.query_key_norm:
-            self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
-
-    def forward(
-        self,
-        block: torch.Tensor,
-        context: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        buffer: SlotBuffer,
-        step: BackbonePass,
-    ) -> torch.Tensor:
-        rows, block_size, _ = block.shape
-        slots = block.flatten(0, 1)  # (rows * block_size, hidden)
-        tokens = torch.cat([context, slots]) if len(context) else slots
-        key = self.k_proj(tokens).view(len(tokens), -1, self.head_dim)
-        value = key if self.keys_are_values else self.v_proj(tokens).view(len(tokens), -1, self.head_dim)
-        if self.value_norm_eps is not None:
-            value = nn.functional.rms_norm(value, (self.head_dim,), None, self.value_norm_eps)
-        cos, sin = rotary
-        key = rotate(self.k_norm(key), cos, sin)
-        buffer.write(key.transpose(0, 1), value.transpose(0, 1), step.row_index, step.slots, step.used)
-
-        query = self.q_norm(self.q_proj(slots).view(len(slots), -1, self.head_dim))
-        query = rotate(query, cos[-len(slots) :], sin[-len(slots) :])
-        query = query.view(rows, block_size, -1, self.head_dim).transpose(1, 2)
-        output = grouped_attention(query, *buffer.read(step.used), step.masks[self.layer_type], self.scaling)
-        return self.o_proj(output.transpose(1, 2).reshape(rows, block_size, -1))
-
-
-class DSparkMLP(nn.Module):
-    """Gated MLP."""
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
-class DSparkLayer(GradientCheckpointingLayer):
-    """One layer of the backbone."""
-
-    def __init__(self, config: DSparkConfig, layer_type: str):
-        super().__init__()
-        self.self_attn = DSparkAttention(config, layer_type)
-        self.mlp = DSparkMLP(config)
-        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.sandwich = config.sandwich_norms
-        if self.sandwich:
-            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalar else None
-
-    def forward(self, block: torch.Tensor, **inputs) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(block), **inputs)
-        if self.sandwich:
-            block = block + self.post_attention_layernorm(attended)
-            block = block + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(block)))
-        else:
-            block = block + attended
-            block = block + self.mlp(self.post_attention_layernorm(block))
-        return block if self.layer_scalar is None else block * self.layer_scalar
-
-
-class DSparkMarkovHead(nn.Module):
-    """
-    The sequential correction added to the base logits: low-rank bigram bias (Eq. 5), its gated form, or the recurrent
-    form (Eq. 6).
-    """
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        rank, width = config.markov_rank, config.hidden_size
-        self.head_type = config.markov_head_type
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
-        if self.head_type == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        elif self.head_type == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
-
-    def initial_state(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """The recurrent state s_0 = 0 of shape `(rows, rank)`, or `None` for the heads without one."""
-        if self.head_type != "rnn":
-            return None
-        return hidden_states.new_zeros(len(hidden_states), self.markov_w1.embedding_dim)
-
-    def features(
-        self, previous: torch.LongTensor, hidden_states: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        What `markov_w2` turns into the bias of one slot.
-
-        Args:
-            previous (`torch.LongTensor` of shape `(rows,)`): The token before the slot's.
-            hidden_states (`torch.Tensor` of shape `(rows, hidden_size)`): The backbone's output at the slot.
-            state (`torch.Tensor` of shape `(rows, rank)`, *optional*): The recurrent state.
-
-        Returns:
-            Features of shape `(rows, rank)` and the next state.
-        """
-        embedding = self.markov_w1(previous)
-        if self.head_type == "vanilla":
-            return embedding, None
-        if self.head_type == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([hidden_states, embedding], dim=-1))) * embedding, None
-        joint = self.joint_proj(torch.cat([state, embedding, hidden_states], dim=-1))
-        gate, candidate, output = joint.chunk(3, dim=-1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
-
-    def block_features(self, previous: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """
-        [`features`] of whole blocks whose tokens are known, as in training.
-
-        Args:
-            previous (`torch.LongTensor` of shape `(rows, block_size)`): The token before each slot's.
-            hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): The backbone's output.
-
-        Returns:
-            `torch.Tensor` of shape `(rows, block_size, rank)`.
-        """
-        state, features = self.initial_state(hidden_states[:, 0]), []
-        for slot in range(previous.shape[1]):
-            found, state = self.features(previous[:, slot], hidden_states[:, slot], state)
-            features.append(found)
-        return torch.stack(features, dim=1)
-
-
-class DSparkConfidenceHead(nn.Module):
-    """Logit of the probability that a slot's token is accepted, given that all before it were (Eq. 7)."""
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.with_markov = config.confidence_head_with_markov
-        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
-
-    def forward(self, hidden_states: torch.Tensor, markov_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Logits of shape `(rows, block_size)` from `(rows, block_size, ...)`."""
-        if self.with_markov:
-            hidden_states = torch.cat([hidden_states, markov_embeds], dim=-1)
-        return self.proj(hidden_states).squeeze(-1)
 
 
 class DSparkDraftModel(PreTrainedModel):
@@ -442,6 +110,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.confidence_head = DSparkConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
         self.head_rows = HeadRows()
+        self.static_pass = StaticPass()
         # Defaults for drafting only: nothing of the model's config belongs in it.
         self.generation_config = GenerationConfig()
         self.last_call = LastCall()
@@ -516,10 +185,9 @@ class DSparkDraftModel(PreTrainedModel):
         embeds = call_module(embedding, token_ids)
         # A wrapper such as Gemma's has multiplied by a scale already, which the drafter's replaces. Both are rounded
         # to the embeddings' dtype, as Gemma does, so equal scales leave the wrapper's output untouched.
-        applied = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", 1.0))
         wanted, applied = (
             torch.tensor(float(scale), dtype=embeds.dtype, device="cpu").item()
-            for scale in (self.config.embedding_scale, applied)
+            for scale in (self.config.embedding_scale, embedding_scale(embedding))
         )
         if wanted != applied:
             embeds = embeds * (wanted / applied)
@@ -572,7 +240,7 @@ class DSparkDraftModel(PreTrainedModel):
                 The target's tapped hidden states at positions accepted since the last pass, row after row.
             context_lengths (`Sequence[int]`): How many of them belong to each row.
             context ([`DraftContext`]): The rows' remembered context. Afterwards it holds every position strictly
-                before the rows' anchors.
+                before the rows' anchors, or the last ones if it has a window.
             objective (`Callable`, *optional*): Called with the output; what it returns is returned instead. Training
                 computes its loss in here, so that wrappers (DDP, FSDP) see the heads at work inside `forward`.
 
@@ -582,24 +250,49 @@ class DSparkDraftModel(PreTrainedModel):
         Source: DSpark Eq. 2 and 3.
         """
         assert sum(context_lengths) == len(context_hidden_states)
-        block_slots = noise_embeds.shape[1]
-        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
-        step = context.plan(context_lengths, block_slots, noise_embeds.device)
-        rotary = self.rotary(step.positions, noise_embeds.dtype)
-        block = noise_embeds
-        for layer, buffer in zip(self.layers, context.layers, strict=True):
-            block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
+        context_hidden_states, context_lengths = context.narrow(context_hidden_states, context_lengths)
+        if context.compile_config is not None and context.is_steady(context_lengths):
+            block = self.static_pass(self, noise_embeds, context_hidden_states, context_lengths, context)
+        else:
+            step = context.plan(context_lengths, noise_embeds.shape[1], noise_embeds.device)
+            block = self.backbone(noise_embeds, context_hidden_states, step, context.layers)
         context.advance(context_lengths)
         hidden_states = self.norm(context.drafts(block))
         return hidden_states if objective is None else objective(hidden_states)
+
+    def backbone(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        step: BackbonePass,
+        buffers: Sequence[Any],
+    ) -> torch.Tensor:
+        """
+        The layers of one pass, planned.
+
+        Args:
+            noise_embeds, context_hidden_states: As for [`forward`].
+            step ([`BackbonePass`]): Where their tokens go.
+            buffers (`Sequence[SlotBuffer]`): Each layer's keys and values.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, block_slots, hidden_size)`: the block behind the last layer.
+        """
+        features = self.hidden_norm(self.fc(context_hidden_states.to(noise_embeds)))
+        rotary = self.rotary(step.positions, noise_embeds.dtype)
+        block = noise_embeds
+        for layer, buffer in zip(self.layers, buffers, strict=True):
+            block = layer(block, context=features, rotary=rotary, buffer=buffer, step=step)
+        return block
 
     def draft(
         self,
         hidden_states: torch.Tensor,
         anchors: torch.LongTensor,
         target_lm_head: nn.Module | None = None,
-        select: Callable[[int, torch.Tensor], torch.LongTensor] | None = None,
+        select: Callable[[int, torch.Tensor, torch.LongTensor | None], torch.LongTensor] | None = None,
         slots: int | None = None,
+        top_k: int | None = None,
     ) -> DraftOutput:
         """
         Draw a block left to right: each token's logits are the base logits plus the sequential head's correction for
@@ -609,17 +302,24 @@ class DSparkDraftModel(PreTrainedModel):
             hidden_states (`torch.Tensor` of shape `(rows, block_size, hidden_size)`): Output of the backbone.
             anchors (`torch.LongTensor` of shape `(rows,)`): The token each block starts from.
             target_lm_head (`nn.Module`, *optional*): The target's head; needed if the checkpoint has none.
-            select (`Callable`, *optional*): Called with the slot and its logits of shape `(rows, vocab_size)`, or
-                `(rows, draft_vocab_size)` for the tokens `d2t` of a reduced vocabulary, returns the drawn tokens (the
-                target's, as all tokens are) of shape `(rows,)`. Defaults to the argmax.
+            select (`Callable`, *optional*): Called with the slot, its logits of shape `(rows, tokens)` and the tokens
+                that they are of: `None` for all, increasing ids of shape `(tokens,)` for a reduced vocabulary, or
+                `(rows, tokens)` with `top_k`. Returns the drawn tokens (the target's, as all tokens are) of shape
+                `(rows,)`. Defaults to the argmax.
             slots (`int`, *optional*): How many of the block's slots are drawn, from the first on. Defaults to all.
+            top_k (`int`, *optional*): Only the tokens with the highest base logits of each slot are corrected and can
+                be drawn. Defaults to all.
 
         Returns:
             [`DraftOutput`].
         """
         select = select or self._most_likely
         hidden_states = hidden_states[:, :slots]
-        base = self.base_logits(hidden_states, target_lm_head)
+        base, places, ids = self.base_logits(hidden_states, target_lm_head), None, self.d2t
+        if top_k is not None and top_k < base.shape[-1]:
+            places = base.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values  # (rows, slots, top_k)
+            base = base.gather(-1, places)
+            ids = places if self.d2t is None else self.d2t[places]
         head = self.markov_head
         state = head.initial_state(hidden_states) if head is not None else None
         previous, tokens = anchors, []
@@ -627,15 +327,15 @@ class DSparkDraftModel(PreTrainedModel):
             logits = base[:, slot]
             if head is not None:
                 features, state = head.features(previous, hidden_states[:, slot], state)
-                logits = logits + head.markov_w2(features)
-            previous = select(slot, logits)
+                logits = logits + head.correction(features, None if places is None else places[:, slot])
+            previous = select(slot, logits, ids if places is None else ids[:, slot])
             tokens.append(previous)
         tokens = torch.stack(tokens, dim=1)
         return DraftOutput(tokens, self.confidence_logits(hidden_states, anchors, tokens))
 
-    def _most_likely(self, slot: int, logits: torch.Tensor) -> torch.LongTensor:
-        chosen = logits.argmax(dim=-1)
-        return chosen if self.d2t is None else self.d2t[chosen]
+    @staticmethod
+    def _most_likely(slot: int, logits: torch.Tensor, ids: torch.LongTensor | None) -> torch.LongTensor:
+        return tokens_at(ids, logits.argmax(dim=-1))
 
     def confidence_logits(
         self, hidden_states: torch.Tensor, anchors: torch.LongTensor, tokens: torch.LongTensor

@@ -49,6 +49,17 @@ class SlotBuffer:
         """The first `used` slots of every row: two views of shape `(rows, key_heads, used, head_dim)`."""
         return self.keys[:, :, :used], self.values[:, :, :used]
 
+    def reserve(self, slots: int) -> None:
+        """Make room for so many slots a row, once something has been written."""
+        self.keys = self._room(self.keys, self.keys[0, :, :0], slots)
+        self.values = self._room(self.values, self.values[0, :, :0], slots)
+
+    def drop_first(self, row: int, count: int, length: int) -> None:
+        """Forget the first `count` of the `length` positions a row holds; the others move to the front."""
+        if count and count < length:
+            for buffer in (self.keys, self.values):
+                buffer[row, :, : length - count] = buffer[row, :, count:length].clone()
+
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows whose indices are given, in that order."""
         self.rows = len(rows)

@@ -20,6 +20,8 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+# What `dspark bench` takes only without --batch-sizes.
+BENCH_ONLY = "--prompt-lookup-tokens 3 --methods static --contexts 9 --draft-context-windows 4 --draft-top-k 5".split()
 BAD_INPUT = [
     (["generate", "--prompt", "x", "--temperature", "-1"], ["--temperature", "-1", "at least 0"]),
     (["generate", "--prompt", "x", "--temperature", "nan"], ["--temperature", "nan", "at least 0"]),
@@ -127,7 +129,7 @@ def test_arguments_are_those_of_the_functions():
     for argv, function in (
         (["demo"], demo.run),
         (["generate", "--prompt", "x"], cli._run_generate),
-        (["bench", "--prompt-lookup-tokens", "3", "--methods", "static", "--contexts", "9"], bench.run),
+        (["bench", *BENCH_ONLY], bench.run),
     ):
         arguments = set(vars(parser.parse_args(argv))) - {"run", "command"}
         assert arguments == set(inspect.signature(function).parameters)

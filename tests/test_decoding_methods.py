@@ -4,12 +4,22 @@ import json
 
 import pytest
 import torch
-from conftest import FIXTURES
+from conftest import FIXTURES, load_drafter, load_golden
 from tiny import character_tokenizer
 
 from dspark_hf import DSparkDraftModel, cli
 from dspark_hf.bench import working_methods
-from dspark_hf.decoding_methods import COMPILED, PLAIN, Method, at_contexts, chosen_methods, compiled, plain_method
+from dspark_hf.decoding_methods import (
+    COMPILED,
+    HOST_DFLASH,
+    PLAIN,
+    Method,
+    at_contexts,
+    chosen_methods,
+    compiled,
+    plain_method,
+)
+from dspark_hf.host_dflash import host_dflash
 from dspark_hf.loading import Pair
 
 
@@ -102,6 +112,8 @@ def test_every_name_of_the_command_line_is_a_method(pair):
         "static",
         "compiled",
         "prompt-lookup",
+        "dflash",
+        "compiled-drafter",
         "constant",
         "confidence",
         "hardware_aware",
@@ -109,4 +121,54 @@ def test_every_name_of_the_command_line_is_a_method(pair):
     )
     methods = chosen_methods(pair, names, 10)
     assert len({method.name for method in methods}) == len(names)
-    assert [method.speculative for method in methods] == [False] * 3 + [True] * 4
+    assert [method.speculative for method in methods] == [False] * 4 + [True] * 5
+
+
+def test_transformers_dflash_is_measured_where_the_drafter_is_one(folder, capsys):
+    drafter = ("--drafter", str(FIXTURES / "dflash-top-level" / "drafter"))
+    assert bench(folder, *drafter, "--methods", "dflash", "constant") == 0
+    found = json.loads((folder / "out.json").read_text())
+    calls = {name: [c for c in found["calls"] if c["method"] == name] for name in (HOST_DFLASH, "DSpark, constant")}
+    assert all(len(made) == 2 and all(call["same_text"] for call in made) for made in calls.values())
+    assert found["settings"]["left_out"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepspec-vanilla", "`markov_rank` is 16; Transformers' DFlash runs 0 only"),
+        ("deepspec-nomarkov", "`sample_from_anchor` is True; Transformers' DFlash runs False only"),
+        ("dflash-nested-sliding", "`layer_types` is ['sliding_attention'"),
+    ],
+)
+def test_transformers_dflash_is_left_out_with_its_reason(folder, capsys, name, reason):
+    assert bench(folder, "--drafter", str(FIXTURES / name / "drafter"), "--methods", "dflash", "constant") == 0
+    left_out = json.loads((folder / "out.json").read_text())["settings"]["left_out"]
+    assert list(left_out) == [HOST_DFLASH] and reason in left_out[HOST_DFLASH]
+    assert f"Left out: {HOST_DFLASH}" in capsys.readouterr().out
+
+
+def test_transformers_drafts_with_the_same_weights_what_z_lab_does(tiny_target, monkeypatch):
+    drafter = load_drafter("dflash-top-level")
+    assistant = host_dflash(drafter, tiny_target)
+    own, theirs = drafter.layers[0].mlp.up_proj.weight, assistant.layers[0].mlp.up_proj.weight
+    assert own.data_ptr() == theirs.data_ptr()
+    decode = load_golden("dflash-top-level")[0]["decodes"][0]
+    prompt = torch.tensor([decode["prompt_ids"]])
+    forwards = []
+    count = tiny_target.register_forward_hook(lambda *_: forwards.append(1))
+    new = len(decode["output_ids"]) - prompt.shape[1]
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+    try:
+        text = tiny_target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            assistant_model=assistant,
+            speculation_type="dflash",
+            **options,
+        )
+    finally:
+        count.remove()
+    assert text[0].tolist() == decode["output_ids"]
+    # As many rounds as there, after the prompt's own pass: the drafts are the same. The last one may be cut.
+    assert abs(len(forwards) - 1 - len(decode["acceptance_lengths"])) <= 1

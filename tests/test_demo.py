@@ -8,11 +8,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from dspark_hf import bench, decoding_methods, demo, demo_target, environment
-from dspark_hf.bench import Call
+from dspark_hf import bench_report, decoding_methods, demo, demo_target, environment
 from dspark_hf.demo import Comparison
 from dspark_hf.statistics import SpeculativeStats
 from dspark_hf.terminal import ColouredTextStreamer, format_positions
+from dspark_hf.timing import BareForwards, Call
 
 
 class ByteTokenizer:
@@ -131,7 +131,7 @@ def test_acceptance_by_position_pools_calls():
 def test_round_costs_follow_equation_1():
     # Two rounds, three tokens: tau 1.5. Prefill 1 s, then 1 s a round, of which 0.2 drafts and 0.6 verifies.
     one = stats([(7, 1), (7, 0)], prefill=1.0, draft=0.4, verify=1.2)
-    costs = bench.round_costs(one, seconds=3.0, bare=bench.BareForwards(step=0.5, draft=0.15, verify=0.55))
+    costs = bench_report.round_costs(one, seconds=3.0, bare=BareForwards(step=0.5, draft=0.15, verify=0.55))
     assert costs["bound"] == pytest.approx(1.5 * 0.5 / 0.7)
     assert costs["t_outside"] == pytest.approx(0.2) and costs["outside_share"] == pytest.approx(0.2)
     assert costs["reached"] == pytest.approx(0.7) and costs["draft_share"] == pytest.approx(0.4)
@@ -144,15 +144,15 @@ def test_summary_takes_medians_pools_rounds_and_averages_sets():
             one = stats([(7, 3)], prefill=0.0, draft=0.1, verify=0.3)
             base = {"set": name, "same_text": True, "tokens_per_second": ratio, "t1": 0.2}
             records.append(base | {"method": decoding_methods.PLAIN, "ratio": 1.0})
-            costs = bench.round_costs(one, 0.5, bench.BareForwards(0.2, 0.1, 0.3))
+            costs = bench_report.round_costs(one, 0.5, BareForwards(0.2, 0.1, 0.3))
             records.append(base | {"method": decoding_methods.DSPARK, "ratio": ratio, "stats": one.to_dict()} | costs)
-    summary = bench.summarise(records)
+    summary = bench_report.summarise(records)
     assert summary["a"][decoding_methods.DSPARK]["ratio"] == 2.0
     assert summary["macro"][decoding_methods.DSPARK]["ratio"] == 3.0
     assert summary["a"][decoding_methods.DSPARK]["mean_acceptance_length"] == 4.0
     assert "bound" not in summary["a"][decoding_methods.PLAIN]
     output = io.StringIO()
-    bench.print_tables(summary, Console(file=output, width=80), greedy=True)
+    bench_report.print_tables(summary, Console(file=output, width=80), greedy=True)
     assert "macro" in output.getvalue() and decoding_methods.DSPARK in output.getvalue()
     assert "…" not in output.getvalue(), "the tables fit 80 columns"
 

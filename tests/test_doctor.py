@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dspark_hf import DSparkDraftModel, cli
 from dspark_hf.checkup import OK, PROBLEM, WARNING, check_payoff, check_reading, payoffs
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 from dspark_hf.probing import Probe, Reading, greedy_texts, probe, readings_of
 from dspark_hf.profiles import DraftCurve, Profile, StepCurve
 from dspark_hf.training_blocks import PackedContext, cut_blocks, draw_anchors

@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.modeling.attention import grouped_attention
-from dspark_hf.modeling.modeling_dspark import DraftContext, DSparkRotaryEmbedding
+from dspark_hf.modeling.backbone import DSparkRotaryEmbedding
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 GEMMA4 = {
@@ -190,15 +191,26 @@ class Rows:
     """Rows that each have their own taps and anchors, drafted for together or alone."""
 
     def __init__(
-        self, drafter: DSparkDraftModel, taps: Sequence[torch.Tensor], starts: Sequence[int], capacity: int = 4
+        self,
+        drafter: DSparkDraftModel,
+        taps: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        capacity: int = 4,
+        window: int | None = None,
     ):
         self.drafter, self.taps, self.starts = drafter, list(taps), list(starts)
-        self.context = DraftContext(drafter.config, starts, capacity)
+        self.context = DraftContext(drafter.config, starts, capacity, window)
+
+    @property
+    def seen(self) -> list[int]:
+        """How many of each row's taps were appended so far."""
+        ends = map(sum, zip(self.context.starts, self.context.lengths, strict=True))
+        return [end - start for end, start in zip(ends, self.starts, strict=True)]
 
     @torch.no_grad()
     def round(self, new: Sequence[int], anchors: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Append so many of each row's taps, then draft: hidden states, tokens and confidences."""
-        held = self.context.lengths
+        held = self.seen
         parts = [taps[before : before + count] for taps, before, count in zip(self.taps, held, new, strict=True)]
         slots = block_of(self.drafter, anchors)
         hidden = self.drafter(self.drafter.embed(slots), torch.cat(parts), new, self.context)
@@ -234,7 +246,7 @@ def test_one_row_equals_the_dense_reference(family, start):
     rows = Rows(drafter, random_taps(drafter, [40]), [start])
     for turn, new in enumerate([0, 6, 1, 3, 17, 2]):  # past capacities 4, 8, 16 and 32
         hidden, _, _ = rows.round([new], [turn])
-        expected = dense_reference(drafter, rows.taps[0][: rows.context.lengths[0]], turn, start)
+        expected = dense_reference(drafter, rows.taps[0][: rows.seen[0]], turn, start)
         torch.testing.assert_close(hidden[0].double(), expected, atol=5e-5, rtol=1e-4)
 
 
@@ -265,8 +277,46 @@ def test_ragged_rows_equal_their_solo_runs(family):
             assert found[1][place].tolist() == tokens[0].tolist()
             torch.testing.assert_close(found[2][place], confidence[0], atol=1e-5, rtol=1e-5)
         batch.spoil_unused_slots()
-    assert batch.context.lengths == solo[0].context.lengths == [37]
-    assert batch.context.starts == [0]
+    assert batch.seen == solo[0].seen == [37]
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_context_window_is_the_end_of_the_context(family, window):
+    drafter = tiny_drafter(**FAMILIES[family])
+    starts, taps = [0, 7], random_taps(drafter, [60, 60])
+    batch = Rows(drafter, taps, starts, window=window)
+    for turn, new in enumerate([(6, 0), (1, 2), (5, 4), (1, 1), (1, 1), (2, 1), (1, 5), (20, 1), (1, 1), (3, 2)]):
+        hidden, _, _ = batch.round(new, [turn, turn + 10])
+        for row, seen in enumerate(batch.seen):
+            first = max(seen - window, 0)
+            anchor, start = turn + 10 * row, starts[row] + first
+            expected = dense_reference(drafter, taps[row][first:seen], anchor, start)
+            torch.testing.assert_close(hidden[row].double(), expected, atol=5e-5, rtol=1e-4)
+        batch.spoil_unused_slots()
+    assert batch.seen == [41, 18]
+
+
+def test_what_lies_before_a_context_window_is_not_projected_and_not_held():
+    drafter, projected = tiny_drafter(), []
+    drafter.fc.register_forward_hook(lambda module, inputs, output: projected.append(len(inputs[0])))
+    rows = Rows(drafter, random_taps(drafter, [400]), [0], window=8)
+    rows.round([300], [1])
+    assert projected == [8]
+    for turn in range(90):
+        rows.round([1], [turn % 30])
+        assert rows.context.lengths[0] <= 16
+    assert rows.seen == [390] and rows.context.layers[0].capacity <= 32
+
+
+def test_sliding_layers_alone_bound_what_is_held():
+    for window, bound in ((None, 6), (9, 6), (4, 4)):
+        drafter = tiny_drafter(layer_types=["sliding_attention"] * 2, sliding_window=6)
+        rows = Rows(drafter, random_taps(drafter, [100]), [0], window=window)
+        assert rows.context.window == bound
+        rows.round([90], [1])
+        assert rows.context.lengths == [bound]
+    assert Rows(tiny_drafter(**FAMILIES["mixed sliding"]), [], []).context.window is None
 
 
 @pytest.mark.parametrize("folder", ["deepspec-vanilla", "deepspec-rnn", "deepspec-gemma4", "deepspec-gemma4-keqv"])
@@ -284,8 +334,8 @@ def test_ragged_rows_of_real_contexts_equal_their_solo_runs(folder):
     solo = [Rows(drafter, [row], [0]) for row in taps]
     for turn in range(3):
         # Each row goes its own way: a third of what is left to it, at least one.
-        new = [max(1, (len(row) - held) // (3 - turn)) for row, held in zip(taps, batch.context.lengths, strict=True)]
-        new = [min(count, len(row) - held) for count, row, held in zip(new, taps, batch.context.lengths, strict=True)]
+        new = [max(1, (len(row) - held) // (3 - turn)) for row, held in zip(taps, batch.seen, strict=True)]
+        new = [min(count, len(row) - held) for count, row, held in zip(new, taps, batch.seen, strict=True)]
         anchors = [40 + turn + row for row in range(len(taps))]
         hidden, tokens, confidence = batch.round(new, anchors)
         for row, alone in enumerate(solo):
@@ -294,7 +344,7 @@ def test_ragged_rows_of_real_contexts_equal_their_solo_runs(folder):
             assert tokens[row].tolist() == expected[1][0].tolist()
             torch.testing.assert_close(confidence[row], expected[2][0], atol=1e-5, rtol=1e-5)
         batch.spoil_unused_slots()
-    assert len(set(batch.context.lengths)) > 1
+    assert len(set(batch.seen)) > 1
 
 
 def test_positions_are_relative():
@@ -454,7 +504,7 @@ def test_logits_follow_the_tokens_drawn_before(head):
     drawn = torch.tensor([[3, 8, 8, 1], [30, 2, 36, 0]])
     seen = []
 
-    def forced(slot: int, logits: torch.Tensor) -> torch.Tensor:
+    def forced(slot: int, logits: torch.Tensor, ids: None) -> torch.Tensor:
         seen.append(logits)
         return drawn[:, slot]
 
@@ -506,7 +556,7 @@ def test_confidence_of_a_slot_does_not_see_its_own_token(changed):
     other = drawn.clone()
     other[0, changed] = 20
     first, second = (
-        drafter.draft(hidden, torch.tensor([7]), select=lambda slot, logits, t=tokens: t[:, slot]).confidence_logits[0]
+        drafter.draft(hidden, torch.tensor([7]), select=lambda slot, *_, t=tokens: t[:, slot]).confidence_logits[0]
         for tokens in (drawn, other)
     )
     assert torch.equal(first[: changed + 1], second[: changed + 1])

@@ -248,6 +248,15 @@ def test_a_drafter_that_borrows_embedding_and_head(monkeypatch):
     check(speculative_distribution(target, drafter, walk, options), target_distribution(target, options), walk)
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_context_window_does_not_show(window, monkeypatch):
+    target, walk, options = random_target(seed=4), Walk(monkeypatch, width=1), after(5, top_k=2)
+    drafter = random_drafter("vanilla", sliding_window=4, layer_types=["sliding_attention"])
+    drafter.generation_config.draft_context_window = window
+    found = speculative_distribution(target, drafter, walk, options, walkers=512)
+    check(found, target_distribution(target, options), walk)
+
+
 # Processors
 
 

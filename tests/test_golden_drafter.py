@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import DEEPSPEC, load_drafter, load_golden
 
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 TOLERANCE = 1e-4
@@ -33,7 +33,7 @@ def replay(folder: str, prompt: int) -> list[dict[str, torch.Tensor]]:
         slots[0, 0] = decode["output_ids"][start]
         logits = []
 
-        def greedy(slot: int, slot_logits: torch.Tensor, logits: list = logits) -> torch.Tensor:
+        def greedy(slot: int, slot_logits: torch.Tensor, ids: None, logits: list = logits) -> torch.Tensor:
             logits.append(slot_logits)
             return slot_logits.argmax(dim=-1)
 

@@ -5,7 +5,7 @@ import torch
 from conftest import DFLASH, SPECULATORS, load_drafter, load_golden
 from test_golden_decodes import check
 
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -17,9 +17,9 @@ def draft_block(drafter, target, context, anchor, select=None) -> dict[str, torc
     """One block behind a context that is handed over at once."""
     logits = []
 
-    def choose(slot: int, slot_logits: torch.Tensor) -> torch.Tensor:
+    def choose(slot: int, slot_logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         logits.append(slot_logits[0])
-        return select(slot) if select is not None else drafter._most_likely(slot, slot_logits)
+        return select(slot) if select is not None else drafter._most_likely(slot, slot_logits, ids)
 
     block = drafter.embed(drafter.block_tokens(anchor), target.get_input_embeddings())
     hidden = drafter(block, context, [len(context)], DraftContext(drafter.config, [0], capacity=8))

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 BORROWED = ("embed_tokens.weight", "lm_head.weight")

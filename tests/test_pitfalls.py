@@ -334,9 +334,9 @@ def test_a_prefix_from_a_cache_is_a_cold_start_at_the_true_positions(tiny_target
     starts = []
     original = candidate_generator.DraftContext
 
-    def record(config, positions):
+    def record(config, positions, **options):
         starts.append(list(positions))
-        return original(config, positions)
+        return original(config, positions, **options)
 
     monkeypatch.setattr(candidate_generator, "DraftContext", record)
     cache = DynamicCache(config=tiny_target.config)

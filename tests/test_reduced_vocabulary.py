@@ -14,10 +14,10 @@ from tiny import HEADS, character_tokenizer, encode, random_drafter, random_targ
 from torch import nn
 
 from dspark_hf import DSparkConfig, DSparkDraftModel, measure_profile
-from dspark_hf.bench import bare_draft_seconds
 from dspark_hf.blocks import record_blocks
 from dspark_hf.loading import Pair
 from dspark_hf.profiles import find_profile, use_profile
+from dspark_hf.timing import bare_draft_seconds
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -86,7 +86,7 @@ def test_logits_are_those_of_its_tokens(head, owned):
     seen: list[list[torch.Tensor]] = [[], []]
 
     def forced(logits_of: list[torch.Tensor]):
-        def choose(slot: int, logits: torch.Tensor) -> torch.Tensor:
+        def choose(slot: int, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
             logits_of.append(logits)
             return torch.tensor([[7, 3], [4, 0]])[slot]
 

@@ -14,7 +14,7 @@ from conftest import load_drafter
 from safetensors.torch import load_file
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 
 
 def drafts(drafter: DSparkDraftModel, context_class: type[DraftContext]) -> dict[str, torch.Tensor]:

@@ -573,6 +573,9 @@ def lengths_sent(output: Any) -> list[list[int]]:
         ("min_verify_length", True, "is True; it must be an integer"),
         ("max_starved_rounds", 0, "is 0; it must be an integer of at least 1"),
         ("max_starved_rounds", "3", "is '3'; it must be an integer"),
+        ("draft_context_window", 0, "is 0; it must be an integer of at least 1"),
+        ("draft_context_window", True, "is True; it must be an integer"),
+        ("draft_top_k", 0, "is 0; it must be an integer of at least 1"),
     ],
 )
 def test_values_that_cannot_be_are_refused(where, name, value, message, tiny_target):
@@ -634,6 +637,8 @@ def test_a_drafter_keeps_its_schedule_when_it_is_saved(tiny_target, tmp_path):
         "assistant_confidence_threshold": 0.3,
         "min_verify_length": 1,
         "max_starved_rounds": 5,
+        "draft_context_window": 9,
+        "draft_top_k": 20,
     }
     for name, value in given.items():
         setattr(drafter.generation_config, name, value)

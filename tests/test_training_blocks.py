@@ -5,7 +5,7 @@ import torch
 from conftest import load_golden
 from tiny import random_drafter
 
-from dspark_hf.modeling.modeling_dspark import DraftContext
+from dspark_hf.modeling.draft_context import DraftContext
 from dspark_hf.training_blocks import PackedContext, cut_blocks, draw_anchors
 
 
