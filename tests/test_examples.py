@@ -23,6 +23,7 @@ from tiny import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark_hf import DSparkDraftModel, cli, hook
+from dspark_hf.data import data_statistics, load_training_data
 from dspark_hf.decoding import dspark_decode
 from dspark_hf.train_command import parse as parse_training
 
@@ -208,6 +209,25 @@ def test_train_smollm2(run, monkeypatch, tmp_path, data):
     about_code = [json.loads(line)["prompt"] for line in open(tmp_path / "run" / "standard-library.jsonl")]
     assert len(set(about_code)) == 90
     assert any("def " in prompt for prompt in about_code) and any("Write a Python" in prompt for prompt in about_code)
+
+
+def test_the_bundled_answers():
+    """What its card counts, and that each sample is one answer behind a prompt."""
+    folder = EXAMPLES / "smollm2-answers"
+    samples = load_training_data(folder)
+    total = data_statistics(samples).total
+    card = (folder / "README.md").read_text()
+    for number, what in ((total.samples, "conversations"), (total.tokens, "tokens"), (total.supervised, "of them")):
+        assert f"{number:,} {what}" in card
+    for sample in samples:
+        token_ids, mask = sample["input_ids"], sample["loss_mask"]
+        first = mask.index(1)
+        assert first > 0 and all(mask[first : first + sum(mask)]) and sum(mask) <= 256
+        assert (
+            len(mask) == len(sample["input_ids"]) and 0 <= min(sample["input_ids"]) <= max(sample["input_ids"]) < 49152
+        )
+    parts = json.loads((folder / "provenance.json").read_text())["parts"]
+    assert sum(part["samples"]["done"] for part in parts) == total.samples
 
 
 def test_publish__looks_first(run, models, here: HubStandIn, tmp_path, monkeypatch):  # noqa: F811
