@@ -223,9 +223,7 @@ def test_the_bundled_answers():
         token_ids, mask = sample["input_ids"], sample["loss_mask"]
         first = mask.index(1)
         assert first > 0 and all(mask[first : first + sum(mask)]) and sum(mask) <= 256
-        assert (
-            len(mask) == len(sample["input_ids"]) and 0 <= min(sample["input_ids"]) <= max(sample["input_ids"]) < 49152
-        )
+        assert len(mask) == len(token_ids) and 0 <= min(token_ids) <= max(token_ids) < 49152
     parts = json.loads((folder / "provenance.json").read_text())["parts"]
     assert sum(part["samples"]["done"] for part in parts) == total.samples
 
