@@ -26,9 +26,9 @@ from rich.console import Console
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from .batch_report import markdown_table, print_tables, summarise
+from .batch_report import draw_speeds, markdown_table, print_tables, summarise
 from .bench import bench_options, check_lengths, introduce, pair_settings
-from .command_files import check_writable, read_prompts, write_results
+from .command_files import check_plot, check_writable, read_prompts, write_results
 from .decoding_methods import PLAIN, Method, plain_method
 from .files import write_text
 from .loading import CommandError, Pair, check_drafting, left_padded, load_pair, machine_profile
@@ -397,6 +397,7 @@ def run(
     synthetic_auc: float | None = None,
     output: str | None,
     markdown: str | None = None,
+    plot: str | None = None,
 ) -> int:
     """`dspark bench --batch-sizes`: measure, print the tables, write the files. The command line's help says what is
     what.
@@ -411,6 +412,7 @@ def run(
     _check_arguments(max_new_tokens, schedules, threshold, synthetic, synthetic_auc)
     check_writable("--output", output)
     check_writable("--markdown", markdown)
+    check_plot(plot)
     options = bench_options(max_new_tokens, temperature, top_p, top_k)
     prompt_sets = read_prompts(prompts, limit)
     pair = load_pair(target, drafter, dtype, device, threads)
@@ -442,7 +444,9 @@ def run(
     if markdown is not None:
         text = markdown_table(summary, _caption(pair, options, repetitions, synthetic_auc))
         write_text(Path(markdown).expanduser(), text)
-    for path in filter(None, (output, markdown)):
+    if plot is not None:
+        draw_speeds(summary, Path(plot).expanduser())
+    for path in filter(None, (output, markdown, plot)):
         console.print(f"Written: {path}", highlight=False)
     return 0
 

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -155,3 +156,33 @@ def _markdown_cell(cell: dict[str, Any]) -> str:
     styles = (("ratio", ".2f"), ("decode_ratio", ".2f"), ("verify_length", ".1f"), ("draft_acceptance_rate", ".0%"))
     text = " · ".join(format_number(cell[key], style) for key, style in styles)
     return text if cell["threshold"] is None else f"{text} ({cell['threshold']:g})"
+
+
+def draw_speeds(summary: Sequence[dict[str, Any]], path: Path) -> None:
+    """
+    Draw the speed of decoding over plain `generate` by batch size: a line a way of decoding, a panel an `accept_prob`.
+
+    Args:
+        summary (`Sequence[dict]`): As [`summarise`] returns it.
+        path (`Path`): The image file.
+    """
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(cell["accept_prob"] for cell in summary))
+    sizes = sorted({cell["batch_size"] for cell in summary})
+    figure = Figure(figsize=(1 + 5 * len(panels), 4), layout="constrained")
+    for axes, accept_prob in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for cell in summary:
+            if cell["accept_prob"] == accept_prob:
+                lines.setdefault(cell["method"], []).append((cell["batch_size"], cell["decode_ratio"]))
+        for method, points in lines.items():
+            style = {"color": "black", "linestyle": ":"} if method == PLAIN else {"marker": "o"}
+            axes.plot(*zip(*sorted(points), strict=True), label=method, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, map(str, sizes))
+        title = "" if accept_prob is None else f"accept_prob {accept_prob:g}"
+        axes.set(xlabel="rows in the batch", ylabel="decoding speed over plain generate", ylim=(0, None), title=title)
+        axes.label_outer()
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -127,6 +127,9 @@ def _add_batches(bench: argparse.ArgumentParser) -> None:
         help="ROC-AUC of confidences that go with --synthetic-acceptance; default: the same for every draft",
     )
     batches.add_argument("--markdown", help="write a table to this Markdown file")
+    batches.add_argument(
+        "--plot", metavar="FILE", help="draw decoding speed over plain generate by batch size, as PNG"
+    )
 
 
 def add_profile(commands: Commands) -> None:
@@ -275,7 +278,7 @@ def _run_bench(**arguments: object) -> int:
     for name in (
         ("prompt_lookup_tokens", "methods", "contexts", "draft_context_windows", "draft_top_k")
         if batched
-        else ("schedules", "synthetic_auc", "markdown")
+        else ("schedules", "synthetic_auc", "markdown", "plot")
     ):
         if name in arguments:
             fix = "leave one of them out" if batched else "give that as well"

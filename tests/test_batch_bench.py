@@ -89,7 +89,11 @@ def bench_of(pair, **changes) -> BatchBench:
 
 
 def test_greedy_batches_through_the_command_line(target_folder, profiled, prompts, capsys, tmp_path):
-    files = {"--output": str(tmp_path / "results.json"), "--markdown": str(tmp_path / "table.md")}
+    files = {
+        "--output": str(tmp_path / "results.json"),
+        "--markdown": str(tmp_path / "table.md"),
+        "--plot": str(tmp_path / "speeds.png"),
+    }
     argv = ["--target", target_folder, "--drafter", DRAFTER, "--prompts", prompts, "--max-new-tokens", "9"]
     argv += ["--batch-sizes", "1", "3", "--repetitions", "1", *(part for pair in files.items() for part in pair)]
     assert cli.main(["bench", *argv]) == 0
@@ -126,7 +130,8 @@ def test_greedy_batches_through_the_command_line(target_folder, profiled, prompt
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[-4:]] == ["| batch", "| ---", "| 1", "| 3"]
     output = capsys.readouterr().out
-    assert all(name in output for name in SCHEDULES) and files["--markdown"] in output
+    assert all(name in output for name in SCHEDULES) and all(file in output for file in files.values())
+    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_batch_sizes_prompts_run_one_by_one(target_folder, prompts, tmp_path):
@@ -350,7 +355,8 @@ def test_the_tables_fit_80_columns(accept_probs):
 
 
 def test_arguments_are_those_of_the_function():
-    argv = ["bench", "--batch-sizes", "2", "--schedules", "constant", "--synthetic-auc", "0.8", "--markdown", "x"]
+    argv = ["bench", "--batch-sizes", "2", "--schedules", "constant", "--synthetic-auc", "0.8"]
+    argv += ["--markdown", "x", "--plot", "y"]
     arguments = set(vars(cli.build_parser().parse_args(argv))) - {"run", "command"}
     assert arguments == set(inspect.signature(batch_bench.run).parameters)
 
@@ -374,6 +380,8 @@ BAD_INPUT = [
     (["--schedules", "constant", "confidence"], ["--schedules constant confidence", "without --batch-sizes"]),
     (["--synthetic-auc", "0.8"], ["--synthetic-auc 0.8", "without --batch-sizes"]),
     (["--markdown", "x.md"], ["--markdown x.md", "without --batch-sizes"]),
+    (["--plot", "x.png"], ["--plot x.png", "without --batch-sizes"]),
+    ([*BATCHES, "--plot", "x.txt"], ["--plot 'x.txt'", ".png"]),
 ]
 
 
