@@ -162,11 +162,9 @@ def remarks(comparisons: Sequence[Comparison], pair: Pair, greedy: bool) -> list
     length = counts.mean_acceptance_length
     if ratio < 1 and length is not None:
         cost = length / ratio
-        weak = "the bundled drafter is a weak one" if pair.names[1] == DEMO else "this drafter's guesses"
-        weak += "" if pair.names[1] == DEMO else " are rarely right for these prompts"
         sentences.append(
             f"DSpark is slower than plain generate here: a round costs about {cost:.2f} plain steps and yields "
-            f"{length:.2f} tokens; {weak}."
+            f"{length:.2f} tokens; this drafter's guesses are rarely right for these prompts."
         )
     elif ratio >= 1:
         sentences.append(f"DSpark is {ratio:.2f} times as fast as plain generate here.")

@@ -155,6 +155,7 @@ def main() -> None:
         dspark(
             *("train", "--config", CONFIG, "--data", data, "--output_dir", drafter),
             *("--time_limit", args.train_minutes, "--plot", args.output / "training.png"),
+            *("--feature_cache", args.output / "features"),
             *threads,
             *shlex.split(args.train_arguments),
         )

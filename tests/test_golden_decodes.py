@@ -8,7 +8,7 @@ from conftest import DEEPSPEC, FIXTURES, load_drafter, load_golden
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, SpeculativeStats
-from dspark_hf.demo_target import demo_drafter_folder, load_demo_target
+from dspark_hf.demo_target import load_demo_target
 
 
 def check(target, drafter, decode: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,10 +57,11 @@ def test_fixtures(name, tiny_target, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_demo_pair(monkeypatch):
+def test_a_real_pair(monkeypatch):
     target, _ = load_demo_target(torch.float32)
     monkeypatch.setattr(target.generation_config, "eos_token_id", None)
-    drafter = DSparkDraftModel.from_pretrained(demo_drafter_folder(), dtype=torch.float32)
-    for decode in json.loads((FIXTURES / "smollm2-interim" / "golden.json").read_text())["decodes"]:
+    folder = FIXTURES / "smollm2-interim"
+    drafter = DSparkDraftModel.from_pretrained(folder, dtype=torch.float32)
+    for decode in json.loads((folder / "golden.json").read_text())["decodes"]:
         with monkeypatch.context() as patch:
             check(target, drafter, decode, patch)
