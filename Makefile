@@ -88,7 +88,7 @@ bench: $(VENV)/.installed-demo
 
 # A card a line, so that tests/test_card.py can render each in the same way.
 cards: $(VENV)/.installed-demo
-	$(VENV)/bin/dspark card dspark_hf/assets/smollm2-135m-instruct-drafter --target HuggingFaceTB/SmolLM2-135M-Instruct --licence apache-2.0 --dataset openai/gsm8k --bench docs/measurements/bench-greedy.json docs/measurements/bench-temperature-1.json --output hub_cards/smollm2-135m-instruct-drafter.md
+	$(VENV)/bin/dspark card dspark_hf/assets/smollm2-135m-instruct-drafter --target HuggingFaceTB/SmolLM2-135M-Instruct --licence apache-2.0 --dataset openai/gsm8k --eval docs/measurements/eval-greedy.json docs/measurements/eval-recommended.json --bench docs/measurements/bench-greedy.json docs/measurements/bench-temperature-1.json --output hub_cards/smollm2-135m-instruct-drafter.md
 
 clean:
 	rm -rf $(VENV) .venv-floor .venv-between .venv-interop

@@ -14,7 +14,8 @@ from dspark_hf.training_arguments import DSparkTrainingArguments
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CODE = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
+SCRIPTS = [*(ROOT / "examples").glob("*.py"), *(ROOT / "docs").rglob("*.py")]
+CODE = "".join(path.read_text(encoding="utf-8") for path in SCRIPTS)
 # Options of other programs that the documents show.
 FOREIGN = {
     *("--speculative-config", "--model-path", "--speculative-algorithm", "--speculative-draft-model-path"),
