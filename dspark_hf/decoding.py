@@ -291,7 +291,8 @@ class _Run:
         if max(room) <= 0:
             return None
         held = [self.prompt_tokens[row] + self.sequences.generated(row) for row in self.active]
-        slots = min(self.scheduler.slots(self.active, sum(held) / len(held)), max(room))
+        slots = self.scheduler.slots(self.active, sum(held) / len(held), [drafts + 1 for drafts in room])
+        slots = min(slots, max(room))
         return self.drafts.get_candidates(self.sequences, self.active, room, slots) if slots else None
 
     def _room(self, row: int) -> int:

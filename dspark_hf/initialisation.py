@@ -165,31 +165,40 @@ def frequent_tokens(
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def reduce_vocabulary(drafter: DSparkDraftModel, token_ids: torch.LongTensor) -> DSparkDraftModel:
+def change_vocabulary(drafter: DSparkDraftModel, token_ids: torch.LongTensor) -> DSparkDraftModel:
     """
     The same drafter, of the same weights, that drafts some of the tokens only.
 
     Args:
-        drafter ([`DSparkDraftModel`]): Of the target's whole vocabulary; left as it is.
+        drafter ([`DSparkDraftModel`]): Left as it is. Tokens that it could not draft have no correction by its
+            sequential head at first.
         token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Target ids, increasing.
 
     Raises:
-        `ValueError`: if its vocabulary is reduced already, or the ids are not increasing ids of the target.
+        `ValueError`: if the ids are not increasing ids of the target, or the drafter's own head has no rows for some.
     """
-    if drafter.d2t is not None:
-        raise ValueError(
-            f"The drafter drafts {len(drafter.d2t)} tokens already; leave `draft_vocab_size` out to go on from it."
-        )
     config = copy.deepcopy(drafter.config)
     config.draft_vocab_size = len(token_ids)
-    reduced = DSparkDraftModel(config).to(drafter.device, drafter.dtype)
-    reduced.set_draft_vocabulary(token_ids)
+    changed = DSparkDraftModel(config).to(drafter.device, drafter.dtype)
+    changed.set_draft_vocabulary(token_ids)
+    token_ids = token_ids.to(drafter.device)
+    rows = torch.full((config.vocab_size,), -1, device=drafter.device)
+    known = torch.arange(config.vocab_size, device=drafter.device) if drafter.d2t is None else drafter.d2t
+    rows[known] = torch.arange(len(known), device=drafter.device)
+    rows = rows[token_ids]
+    unknown = (rows < 0).nonzero().squeeze(1)
     state = dict(drafter.state_dict())
+    if "lm_head.weight" in state and len(unknown):
+        raise ValueError(
+            f"The drafter's own head has no rows for {len(unknown)} of the {len(token_ids)} tokens; leave "
+            "`draft_vocab_size` out to go on with those it has."
+        )
     for name in ("markov_head.markov_w2.weight", "lm_head.weight"):
         if name in state:
-            state[name] = state[name][token_ids.to(drafter.device)]
-    reduced.load_state_dict(state | {"d2t": reduced.d2t})
-    return reduced
+            state[name] = state[name][rows.clamp(min=0)]
+            state[name][unknown] = 0
+    changed.load_state_dict(state | {"d2t": changed.d2t})
+    return changed
 
 
 def target_layers(target: PreTrainedModel) -> nn.ModuleList:

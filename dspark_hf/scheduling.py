@@ -181,23 +181,35 @@ class Costs:
         return Costs(smooth, self.draft_seconds)
 
 
-def best_slots(history: Sequence[Sequence[Sequence[float]]], costs: Costs) -> tuple[int, float]:
+@dataclass(frozen=True)
+class Prospect:
     """
-    How many slots of a block are worth drawing, judged by rounds that are over.
+    What rounds with drafts are expected to be like.
+
+    Attributes:
+        slots (`int`): Of each block that are worth drawing, at least 1.
+        accepted (`float`): Drafts of a row that are accepted in a round, in the mean over the rows.
+        steps (`float`): Time of a round, in steps without drafts.
+    """
+
+    slots: int
+    accepted: float
+    steps: float
+
+
+def best_slots(history: Sequence[Sequence[Sequence[float]]], costs: Costs) -> Prospect:
+    """
+    How many slots of a block are worth drawing, judged by rounds that are over: those with the most tokens a second.
 
     Args:
         history (`Sequence` of rounds of rows of survivals): Each round with the same number of rows, each row with
             one survival a slot.
         costs ([`Costs`]): For so many rows.
-
-    Returns:
-        Slots, at least 1, and how many tokens a second rounds with so many are expected to give over those of a step
-        without any draft.
     """
     rounds = np.asarray(history, dtype=float)  # (rounds, rows, block_size)
     count, rows, block_size = rounds.shape
-    plain = rows / float(costs.verify_seconds[rows])
-    best, slots = 0.0, 1
+    step = float(costs.verify_seconds[rows])
+    best, prospect = 0.0, Prospect(1, 0.0, math.inf)
     for depth in range(1, block_size + 1):
         pool = -np.sort(-rounds[:, :, :depth].reshape(count, -1), axis=1)
         tokens = np.full((count, 1 + rows * depth), float(rows))  # with no draft, one, ... all
@@ -205,10 +217,24 @@ def best_slots(history: Sequence[Sequence[Sequence[float]]], costs: Costs) -> tu
         seconds = costs.draft_seconds[depth] + costs.verify_seconds[rows : rows + 1 + rows * depth]
         chosen = np.argmax(tokens / seconds, axis=1)
         # Tokens over seconds of all rounds together, each with its own best number of drafts.
-        throughput = float(tokens[np.arange(count), chosen].sum() / seconds[chosen].sum())
-        if throughput > best:
-            best, slots = throughput, depth
-    return slots, best / plain
+        all_tokens, all_seconds = tokens[np.arange(count), chosen].sum(), seconds[chosen].sum()
+        if all_tokens / all_seconds > best:
+            best = all_tokens / all_seconds
+            prospect = Prospect(depth, float(all_tokens / count / rows - 1), float(all_seconds / count / step))
+    return prospect
+
+
+def seconds_to_finish(rounds: Sequence[float], one_row: float, all_rows: float) -> float:
+    """
+    Time until all rows of a batch are done, each of which leaves when it is: what a round costs whatever its rows is
+    paid until the last one leaves, what a row adds as long as that row is there.
+
+    Args:
+        rounds (`Sequence[float]`): What each row needs.
+        one_row, all_rows (`float`): Seconds of a round with one row and with all; with others, on a line between.
+    """
+    more = max((all_rows - one_row) / (len(rounds) - 1), 0.0) if len(rounds) > 1 else 0.0
+    return (all_rows - more * len(rounds)) * max(rounds) + more * sum(rounds)
 
 
 @dataclass(frozen=True)
@@ -235,20 +261,24 @@ _PROBE_SHARE = 0.01
 _WHOLE_BLOCK_EVERY = 16
 # Tokens of good faith when what was accepted is set against what was promised.
 _GOOD_FAITH = 4.0
-# Weight of the newest row in the running mean of a slot's confidence.
+# Weight of the newest row in the running mean of a slot's confidence, and of a row's newest round in what it accepts.
 _NEWEST = 0.05
+# Rounds in which a row is taken to have accepted as much as the others, when its own are set against theirs.
+_ALIKE = 4.0
 
 
 class Scheduler:
     """
     The schedule of one `generate` call: how many slots to draft, how many drafts to send, round by round.
 
-    The hardware-aware schedules stop drafting when a step without drafts yields more tokens a second, and probe again
+    The hardware-aware schedules stop drafting when the batch is expected to be done earlier without, and probe again
     after 16 rounds, or as many as keep the draft of a probe under 1 % of them, then after twice as many, and so on up
     to 256. What they know of the drafter is its survivals in rounds that are over, scaled by how far its promises were
-    kept. `"hardware_aware"` is Algorithm 1, over [`Costs.smooth`] where costs were measured.
-    `"hardware_aware_lagged"` takes its capacity from the survivals of the last round but one that drafted; a row that
-    was not there counts as the mean of those that were, and before there are two such rounds Algorithm 1 decides.
+    kept, and how much each row accepted: a batch is done when its slowest row is, so that drafts of which that row
+    accepts none can cost more time than the tokens of the others save. `"hardware_aware"` is Algorithm 1, over
+    [`Costs.smooth`] where costs were measured. `"hardware_aware_lagged"` takes its capacity from the survivals of the
+    last round but one that drafted; a row that was not there counts as the mean of those that were, and before there
+    are two such rounds Algorithm 1 decides.
 
     Args:
         schedule (`str`): One of `SCHEDULES`.
@@ -277,43 +307,56 @@ class Scheduler:
         self.drafted: deque[dict[int, list[float]]] = deque(maxlen=2)  # survivals of the last two rounds, by row
         self.judged: deque[dict[int, list[float]]] = deque(maxlen=_WINDOW)  # of those since the last pause
         self.mean_confidences = [0.5] * block_size
+        self.own: dict[int, tuple[float, float]] = {}  # what each row accepted in how many rounds, the older the less
         self.rounds = 0
         self.promised = self.accepted = 0.0
         self.pause = self.waiting = 0
         self.round_costs: Costs | None = None
 
-    def slots(self, rows: Sequence[int], context: float) -> int:
+    def slots(self, rows: Sequence[int], context: float, left: Sequence[int] | None = None) -> int:
         """
         How many slots of this round's blocks are worth drawing; 0 for a step without drafts.
 
         Args:
             rows (`Sequence[int]`): The active rows, by a number that stays a row's own.
             context (`float`): Mean number of tokens the rows hold.
+            left (`Sequence[int]`, *optional*): Tokens that each row can still get, at least 1; by default the same.
         """
-        if self.costs is not None:
-            measured = self.costs(len(rows), context)
-            smooth = measured.noisy and self.schedule == "hardware_aware"
-            self.round_costs = measured.smooth(len(rows)) if smooth else measured
-        return self._slots(rows)
-
-    def _slots(self, rows: Sequence[int]) -> int:
-        if self.round_costs is None or (not self.pause and len(self.judged) * len(rows) < _ENOUGH):
+        if self.costs is None:
+            return self.block_size
+        measured = self.costs(len(rows), context)
+        smooth = measured.noisy and self.schedule == "hardware_aware"
+        self.round_costs = measured.smooth(len(rows)) if smooth else measured
+        if not self.pause and len(self.judged) * len(rows) < _ENOUGH:
             return self.block_size
         if self.waiting:
             self.waiting -= 1
             return 0
         if not self.judged:  # the pause is over: probe with as much as was last worth drawing
-            return best_slots(self._history(self.drafted, rows), self.round_costs)[0]
-        slots, gain = best_slots(self._history(self.judged, rows), self.round_costs)
-        if gain <= 1.0:
-            probe = self.round_costs.draft_seconds[slots] / float(self.round_costs.verify_seconds[len(rows)])
+            return best_slots(self._history(self.drafted, rows), self.round_costs).slots
+        prospect = best_slots(self._history(self.judged, rows), self.round_costs)
+        alone = float(self.costs(1, context).verify_seconds[1])
+        if not self._pays(prospect, rows, [1] * len(rows) if left is None else left, alone):
+            step = float(self.round_costs.verify_seconds[len(rows)])
+            probe = self.round_costs.draft_seconds[prospect.slots] / step
             longer = max(2 * self.pause, _FIRST_PAUSE, probe / _PROBE_SHARE)
             self.pause = math.ceil(min(longer, _LONGEST_PAUSE))
             self.waiting = self.pause - 1
             self.judged.clear()
             return 0
         self.pause //= 2
-        return self.block_size if self.rounds % _WHOLE_BLOCK_EVERY == 0 else slots
+        return self.block_size if self.rounds % _WHOLE_BLOCK_EVERY == 0 else prospect.slots
+
+    def _pays(self, prospect: Prospect, rows: Sequence[int], left: Sequence[int], alone: float) -> bool:
+        """Whether all rows are expected to be done earlier with drafts than without."""
+        own = [self.own.get(row, (0.0, 0.0)) for row in rows]
+        mean = sum(accepted for accepted, _ in own) / max(sum(count for _, count in own), 1.0)
+        rounds = []
+        for (accepted, count), tokens in zip(own, left, strict=True):
+            share = (accepted / mean + _ALIKE) / (count + _ALIKE) if mean else 1.0  # of what rows accept in the mean
+            rounds.append(tokens / (1 + share * prospect.accepted) * prospect.steps)
+        step = float(self.round_costs.verify_seconds[len(rows)])
+        return seconds_to_finish(rounds, alone, step) < seconds_to_finish(left, alone, step)
 
     def _history(self, rounds: Sequence[dict[int, list[float]]], rows: Sequence[int]) -> np.ndarray:
         """Survivals of the newest rounds, as far as they tell of these rows and as many as a judgement rests on."""
@@ -388,6 +431,9 @@ class Scheduler:
         self.judged.append(known)
         self.promised += sum(sum(values[:length]) for values, length in zip(survivals, lengths, strict=True))
         self.accepted += sum(accepted)
+        for row, count in zip(rows, accepted, strict=True):
+            before, rounds = self.own.get(row, (0.0, 0.0))
+            self.own[row] = (1 - _NEWEST) * before + count, (1 - _NEWEST) * rounds + 1
 
 
 def _complete(known: Mapping[int, list[float]], rows: Sequence[int]) -> list[list[float]]:

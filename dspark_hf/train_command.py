@@ -15,10 +15,10 @@ from .command_files import check_plot
 from .data import import_datasets, load_training_data, split_by_prompt
 from .demo_target import demo_drafter_folder
 from .initialisation import (
+    change_vocabulary,
     choose_mask_token,
     drafter_config,
     frequent_tokens,
-    reduce_vocabulary,
     start_from_target,
 )
 from .loading import DEMO, DTYPES, CommandError, check_source, load_target, load_tokenizer, reporting
@@ -362,7 +362,7 @@ def make_drafter(
             if arguments.block_size is not None:  # no weight depends on it
                 drafter.config.block_size = arguments.block_size
                 drafter.config.validate_drafter()
-            return drafter if token_ids is None else reduce_vocabulary(drafter, token_ids)
+            return drafter if token_ids is None else change_vocabulary(drafter, token_ids)
     with reporting("the new drafter"):
         mask_token_id = arguments.mask_token_id
         if mask_token_id is None:

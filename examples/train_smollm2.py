@@ -6,21 +6,18 @@ evaluation, card.
 Each phase is time-boxed and goes on where it was when the command is run again; a phase that is done is passed over.
 On a GPU half an hour in all is enough for a drafter that is of use; two CPU cores want hours.
 
-Prompts about code are made from the docstrings of Python's standard library, the others are the target's own, and what
-`--prompts` adds. All answers are the target's.
+Four of five prompts are those of smollm2_prompts.py, one is the target's own; `--prompts` adds others. All answers
+are the target's.
 """
 
 import argparse
-import ast
-import json
-import random
 import shlex
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import torch
+from smollm2_prompts import all_prompts, write_prompts
 from transformers import AutoTokenizer
 
 from dspark_hf.data import load_training_data, split_by_prompt
@@ -40,15 +37,6 @@ SUBJECTS = (
     "You are a well-read assistant who explains science, history and everyday matters.",
     "You solve programming contest problems in Python.",
 )
-# What is asked about a documented function: a prompt, and how often it is to others.
-QUESTIONS = {
-    "Write a Python function `{signature}`. {summary}": 3,
-    "Write a Python function for this: {summary}": 3,
-    "Complete the following Python function:\n\n```python\n{head}\n```": 3,
-    "{head}": 3,
-    "Implement this in Python and explain it step by step: {summary}": 1,
-    "Explain what the Python function `{name}` does and give an example. Its documentation says: {summary}": 1,
-}
 
 
 def parse() -> argparse.Namespace:
@@ -57,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--prompts", nargs="*", default=[], help="prompts of your own beside the others")
     parser.add_argument("--exclude", nargs="*", default=[], help="prompts that must not be trained on")
-    parser.add_argument("--synthesize", type=int, help="prompts that the target writes itself, and as many about code")
+    parser.add_argument("--synthesize", type=int, help="prompts that the target writes itself")
     parser.add_argument("--data-minutes", type=float, default=240)
     parser.add_argument("--train-minutes", type=float, default=240)
     parser.add_argument("--eval-prompts", help="folder of .jsonl files; by default the bundled ones")
@@ -77,44 +65,6 @@ def dspark(*arguments: object) -> None:
         sys.exit(done.returncode)
 
 
-def library_prompts(count: int, seed: int = 0) -> list[str]:
-    """Prompts about the functions of Python's standard library that have a docstring of some length."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    draw, found = random.Random(seed), set()
-    for file in sorted(library.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idlelib"} & set(file.parts):
-            continue
-        try:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):  # files of its own tests
-            continue
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-            if text is None or not 30 <= len(text) <= 600 or node.name.startswith("__"):
-                continue
-            name = node.name.lstrip("_")
-            arguments = [part for part in ast.unparse(node.args).split(", ") if part not in ("self", "cls")]
-            signature = f"{name}({', '.join(arguments)})"
-            indented = text.replace("\n", "\n    ")
-            question = draw.choices(list(QUESTIONS), list(QUESTIONS.values()))[0]
-            found.add(
-                question.format(
-                    name=name,
-                    signature=signature,
-                    summary=" ".join(text.split("\n\n")[0].split()),
-                    head=f'def {signature}:\n    """{indented}\n    """',
-                )
-            )
-    prompts = sorted(found)
-    draw.shuffle(prompts)
-    return prompts[:count]
-
-
-def write_prompts(prompts: list[str], file: Path) -> None:
-    """As JSON lines."""
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
-
-
 def write_held_out_prompts(data: Path, file: Path) -> None:
     """The users' turns that were kept out of the training, to calibrate with."""
     _, held_out = split_by_prompt(load_training_data(data), HELD_OUT, seed=SEED)
@@ -130,20 +80,29 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     data, drafter = args.output / "data", args.output / "drafter"
     figures, plots, kept = args.output / "eval.json", args.output / "plots", args.output / "held-out.jsonl"
-    library = args.output / "standard-library.jsonl"
+    prompts = args.output / "prompts.jsonl"
     threads = [] if args.threads is None else ["--threads", args.threads]
     evaluated = [] if args.eval_prompts is None else ["--prompts", args.eval_prompts]
     exclude = [*args.exclude, *([] if args.eval_prompts is None else [args.eval_prompts])]
 
     if args.synthesize is None:
-        # What there is time for, a third of it for the prompts: measured on two cores, guessed on a GPU.
-        args.synthesize = max(8, int(args.data_minutes * (600 if torch.cuda.is_available() else 25)))
+        # What there is time for: measured on two cores, guessed on a GPU.
+        args.synthesize = max(8, int(args.data_minutes * (400 if torch.cuda.is_available() else 16)))
     if not (data / "dataset_info.json").exists():
-        write_prompts(library_prompts(args.synthesize), library)
-        prompts = ["--prompts", library, *args.prompts]
+        write_prompts(all_prompts(4 * args.synthesize), prompts)
         subjects = [part for subject in SUBJECTS for part in ("--system-prompt", subject)]
         dspark(
-            *("prepare-data", "--output", data, *prompts, "--synthesize", args.synthesize, *subjects),
+            *(
+                "prepare-data",
+                "--output",
+                data,
+                "--prompts",
+                prompts,
+                *args.prompts,
+                "--synthesize",
+                args.synthesize,
+                *subjects,
+            ),
             *(("--exclude", *exclude) if exclude else ()),
             *("--temperature", 0, 0.3, 0.7, 1, "--samples-per-prompt", 1, "--top-p", 1, "--top-k", 0),
             *("--max-new-tokens", 256, "--batch-size", args.batch_size, "--dtype", "bfloat16"),

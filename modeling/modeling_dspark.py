@@ -314,7 +314,10 @@ class DSparkDraftModel(PreTrainedModel):
             [`DraftOutput`].
         """
         select = select or self._most_likely
-        hidden_states = hidden_states[:, :slots]
+        rows, _, width = hidden_states.shape
+        # As strides are for this shape: for what is left of a larger one, bfloat16 products on a CPU take 20 times as
+        # long, and longer by the row.
+        hidden_states = hidden_states[:, :slots].reshape(-1, width).view(rows, -1, width)
         base, places, ids = self.base_logits(hidden_states, target_lm_head), None, self.d2t
         if top_k is not None and top_k < base.shape[-1]:
             places = base.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values  # (rows, slots, top_k)

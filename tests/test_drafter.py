@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from conftest import load_drafter, load_golden
+from tiny import random_drafter
 from torch import nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -530,6 +531,21 @@ def test_logits_follow_the_tokens_drawn_before(head):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_slots_that_are_drawn_are_laid_out_as_if_there_were_no_others(rows, monkeypatch):
+    """The strides of a slice make a product in bfloat16 take 20 times as long on a CPU."""
+    drafter = random_drafter("vanilla", block_size=3, owns_lm_head=True)
+    strides, base_logits = [], drafter.base_logits
+    monkeypatch.setattr(
+        drafter, "base_logits", lambda states, head: strides.append(states.stride()) or base_logits(states)
+    )
+    hidden = torch.randn(rows, drafter.config.block_size, 8, dtype=torch.float64)
+    for slots in range(1, drafter.config.block_size + 1):
+        drafted = drafter.draft(hidden, torch.zeros(rows, dtype=torch.long), slots=slots)
+        assert drafted.tokens.shape == (rows, slots)
+        assert strides.pop() == (slots * 8, 8, 1)
+
+
 def test_the_sequential_heads_projection_is_called_not_read():
     # It may be quantised, or carry an adapter that its weight alone does not show.
     drafter = tiny_drafter()

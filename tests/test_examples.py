@@ -66,6 +66,7 @@ def run(monkeypatch, capsys) -> Callable[..., str]:
 
     def run_example(name: str, *argv: str) -> str:
         monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *argv])
+        monkeypatch.syspath_prepend(EXAMPLES)
         capsys.readouterr()
         torch.manual_seed(0)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -201,14 +202,35 @@ def test_train_smollm2(run, monkeypatch, tmp_path, data):
         assert f"$ dspark {shlex.join(command)}" in printed
         if command[0] == "train":
             model, _, training = parse_training([*command[1:], "--use_cpu", "True", "--bf16", "False"])
-            assert model.draft_vocab_size == 16384 and training.time_limit == 240
+            assert model.draft_vocab_size == 20480 and training.time_limit == 240
         else:
             cli.build_parser().parse_args(command)
     kept = (tmp_path / "run" / "held-out.jsonl").read_text().splitlines()
     assert kept and all(json.loads(line)["prompt"] for line in kept)
-    about_code = [json.loads(line)["prompt"] for line in open(tmp_path / "run" / "standard-library.jsonl")]
-    assert len(set(about_code)) == 90
-    assert any("def " in prompt for prompt in about_code) and any("Write a Python" in prompt for prompt in about_code)
+    asked = [json.loads(line)["prompt"] for line in open(tmp_path / "run" / "prompts.jsonl")]
+    assert 300 < len(set(asked)) == len(asked) <= 360
+
+
+def test_prompts(run, tmp_path):
+    """Of all kinds, none twice, with no gap of a template left."""
+    printed = run("smollm2_prompts.py", "--count", "400", "--output", str(tmp_path / "prompts.jsonl"))
+    prompts = [json.loads(line)["prompt"] for line in open(tmp_path / "prompts.jsonl", encoding="utf-8")]
+    assert f"{len(prompts)} prompts" in printed and 380 < len(set(prompts)) == len(prompts) <= 400
+    for kind in (
+        "def ",
+        "Write a Python",
+        "Sample Input 1",
+        "\\boxed",
+        "Summarize",
+        "unit tests",
+        "напиши",
+        "について",
+    ):
+        assert any(kind.lower() in prompt.lower() for prompt in prompts), kind
+    assert any(re.search("[а-я]", prompt) for prompt in prompts)
+    gaps = re.compile(r"\{(signature|summary|head|source|text|problem|subject|other|person|role|word|[abcd])\}")
+    written = [prompt for prompt in prompts if "\\" not in prompt and "```" not in prompt and "def " not in prompt]
+    assert not any(gaps.search(prompt) for prompt in written)
 
 
 def test_the_bundled_answers():

@@ -37,11 +37,15 @@ def linear(per_token: float, per_slot: float = 0.0, draft: float = 0.1) -> Calla
 
 
 def a_round(
-    scheduler: Scheduler, confidences: Sequence[Sequence[float]], hits: float = 1.0, numbers: list[int] | None = None
+    scheduler: Scheduler,
+    confidences: Sequence[Sequence[float]],
+    hits: float = 1.0,
+    numbers: list[int] | None = None,
+    left: list[int] | None = None,
 ) -> tuple[int, Choice | None]:
     """One round of the loop: slots drawn, and the choice; `hits` of each row's sent drafts are accepted."""
     numbers = list(range(len(confidences))) if numbers is None else numbers
-    slots = scheduler.slots(numbers, 100.0)
+    slots = scheduler.slots(numbers, 100.0, left)
     if not slots:
         return 0, None
     drafted = [survivals(values[:slots]) for values in confidences]
@@ -91,20 +95,20 @@ def test_the_first_pause_keeps_the_next_probe_under_a_hundredth(draft, pause):
     verify = np.ones(2 + 2 * 7 + 1)
     costs = Costs(verify, [0.0] + [draft] * 7)
     scheduler = Scheduler("hardware_aware", 7, costs=lambda rows, context: costs)
-    assert runs([a_round(scheduler, [BAD] * 2)[0] for _ in range(100)])[:3] == [2, pause, 1]
+    assert runs([a_round(scheduler, [BAD] * 2, hits=0.0)[0] for _ in range(100)])[:3] == [2, pause, 1]
 
 
 @pytest.mark.parametrize("schedule", HARDWARE_AWARE)
 def test_drafting_resumes_when_the_drafter_turns_good(schedule):
     scheduler = Scheduler(schedule, 7, costs=linear(0.01))
-    slots = [a_round(scheduler, [BAD] * 4)[0] for _ in range(60)]
+    slots = [a_round(scheduler, [BAD] * 4, hits=0.0)[0] for _ in range(60)]
     assert runs(slots) == [1, 16, 1, 32, 1, 9]
     while not a_round(scheduler, [GOOD] * 4)[0]:
         pass
     after = [a_round(scheduler, [GOOD] * 4)[0] for _ in range(40)]
     assert all(after) and after[-1] == 7
     # The interval shrank with every round that drafted: the next pause is a short one.
-    slots = [a_round(scheduler, [BAD] * 4)[0] for _ in range(60)]
+    slots = [a_round(scheduler, [BAD] * 4, hits=0.0)[0] for _ in range(60)]
     assert [length for length in runs(slots)[1:] if length > 1][0] == 16
 
 
@@ -124,6 +128,42 @@ def test_slots_that_turn_good_are_found(schedule):
     assert slots == 2
     slots = [a_round(scheduler, [GOOD] * 4)[0] for _ in range(120)]
     assert slots[-1] == 7 and 2 in slots
+
+
+def with_a_laggard(scheduler: Scheduler, left: Sequence[int] | None = None) -> int:
+    """Rounds out of 60 that drafted for three rows that accept what is promised and one that accepts none."""
+    numbers, drafted = list(range(4)), 0
+    for _ in range(60):
+        slots = scheduler.slots(numbers, 100.0, left)
+        if slots:
+            block = [survivals([0.6] * slots)] * 4
+            scheduler.choose(numbers, block)
+            scheduler.observe(numbers, block, [slots] * 4, [1, 2, 1, 0])
+            drafted += 1
+    return drafted
+
+
+@pytest.mark.parametrize("schedule", HARDWARE_AWARE)
+def test_a_batch_is_done_when_its_slowest_row_is(schedule):
+    """Drafts give the batch twice the tokens a round and make the round longer by a half."""
+
+    def scheduler(per_row: float) -> Scheduler:
+        def costs(rows: int, context: float) -> Costs:
+            return Costs(np.full(rows * 9 + 1, 1.0 + per_row * rows), [0.0] + [0.5 * (1.0 + per_row * rows)] * 7)
+
+        return Scheduler(schedule, 7, costs=costs)
+
+    assert with_a_laggard(scheduler(0.0)) < 20  # a step for the slowest row alone costs as much as one for all
+    assert with_a_laggard(scheduler(50.0)) == 60  # a row that is done saves a quarter of a step
+    assert with_a_laggard(scheduler(0.0), [90, 90, 90, 30]) == 60  # the slowest row is nearly done
+
+
+def test_what_a_row_accepted_long_ago_is_forgotten():
+    scheduler = Scheduler("hardware_aware", 2, costs=linear(0.0))
+    for accepted in [2] * 100 + [0] * 100:
+        scheduler.observe([5], [[0.5, 0.5]], [2], [accepted])
+    accepted, rounds = scheduler.own[5]
+    assert rounds == pytest.approx(20, rel=0.01) and accepted / rounds < 0.02
 
 
 def best_by_hand(rows: Sequence[Sequence[float]], speed: Callable[[int], float]) -> int:
@@ -228,12 +268,13 @@ def options_of(schedule: str, **costs: float) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["confidence", *HARDWARE_AWARE])
 def test_a_row_is_not_starved_for_longer_than_it_may_be(schedule):
     uneven = [[0.9] * 3, [0.2] * 3, [0.1] * 3]
+    left = [900, 90, 90]  # it is the first row that the batch waits for
     scheduler = Scheduler(schedule, 3, max_starved_rounds=3, **options_of(schedule, per_token=0.3))
-    lengths = [a_round(scheduler, uneven)[1].lengths for _ in range(12)]
+    lengths = [a_round(scheduler, uneven, left=left)[1].lengths for _ in range(12)]
     assert all(first > 0 for first, _, _ in lengths)
     assert [second for _, second, _ in lengths] == [third for _, _, third in lengths] == [0, 0, 0, 1] * 3
     left_alone = Scheduler(schedule, 3, **options_of(schedule, per_token=0.3))
-    assert all(a_round(left_alone, uneven)[1].lengths[1:] == [0, 0] for _ in range(12))
+    assert all(a_round(left_alone, uneven, left=left)[1].lengths[1:] == [0, 0] for _ in range(12))
 
 
 def test_rounds_in_which_nothing_was_sent_starve_no_row_and_feed_none():

@@ -139,8 +139,8 @@ class PerWalker:
             first = last
         return groups
 
-    def slots(self, rows: Sequence[int], context: float) -> int:
-        (slots,) = {scheduler.slots(rows[part], context) for scheduler, part in self.walkers(rows)}
+    def slots(self, rows: Sequence[int], context: float, left: Sequence[int]) -> int:
+        (slots,) = {scheduler.slots(rows[part], context, left[part]) for scheduler, part in self.walkers(rows)}
         return slots
 
     def choose(self, rows: Sequence[int], survivals: Sequence[Sequence[float]]) -> Choice:

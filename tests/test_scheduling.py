@@ -19,6 +19,7 @@ from dspark_hf.scheduling import (
     HARDWARE_AWARE,
     SCHEDULES,
     Costs,
+    Prospect,
     Scheduler,
     best_capacity,
     best_slots,
@@ -26,6 +27,7 @@ from dspark_hf.scheduling import (
     lengths_by_threshold,
     lengths_by_throughput,
     ranked,
+    seconds_to_finish,
     survivals,
 )
 
@@ -290,6 +292,12 @@ def test_a_draft_is_a_part_of_the_round():
     assert [costs.steps_per_second(2)(batch) for batch in (1, 2, 3)] == pytest.approx([1 / 4, 1 / 5, 1 / 7])
 
 
+def worth(history: Sequence[Sequence[Sequence[float]]], costs: Costs) -> tuple[int, float]:
+    """Slots, and the tokens a second that they are expected to bring over those of steps without drafts."""
+    prospect = best_slots(history, costs)
+    return prospect.slots, (1 + prospect.accepted) / prospect.steps
+
+
 @property_test
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(0, 10**6))
 def test_slots_against_all_depths_and_all_assignments(rounds, batch, block_size, seed):
@@ -313,24 +321,39 @@ def test_slots_against_all_depths_and_all_assignments(rounds, batch, block_size,
         by_depth.append(tokens / seconds)
     best = max(by_depth)
     plain = batch / verify[batch]
-    assert best_slots(history, Costs(verify, drafting)) == (by_depth.index(best) + 1, pytest.approx(best / plain))
+    assert worth(history, Costs(verify, drafting)) == (by_depth.index(best) + 1, pytest.approx(best / plain))
 
 
 def test_more_slots_are_drawn_where_they_bring_more():
     history = [[[0.9, 0.8, 0.7]]]
     flat = Costs(np.full(5, 1.0), [0.0, 0.1, 0.1, 0.1])
-    assert best_slots(history, flat) == (3, pytest.approx(3.4 / 1.1))
+    assert worth(history, flat) == (3, pytest.approx(3.4 / 1.1))
     steep = Costs(np.array([0.0, 1.0, 1.1, 5.0, 9.0]), [0.0, 0.1, 0.2, 0.3])
-    assert best_slots(history, steep) == (1, pytest.approx(1.9 / 1.2))
+    assert worth(history, steep) == (1, pytest.approx(1.9 / 1.2))
     hopeless = Costs(np.array([0.0, 1.0, 9.0, 9.0, 9.0]), [0.0, 0.1, 0.2, 0.3])
-    assert best_slots(history, hopeless) == (1, pytest.approx(1 / 1.1))  # with nothing sent
+    assert worth(history, hopeless) == (1, pytest.approx(1 / 1.1))  # with nothing sent
 
 
 def test_a_round_whose_drafts_are_poor_is_expected_to_send_none():
     """Half the blocks are sent whole, of the others none: 4 tokens in 3.4 seconds, not 4.2 in 4.4."""
     history = [[[0.9, 0.9]], [[0.1, 0.0]]]
     costs = Costs(np.array([0.0, 1.0, 2.0, 2.0]), [0.0, 0.1, 0.2])
-    assert best_slots(history, costs) == (2, pytest.approx(3.8 / 3.4))
+    assert best_slots(history, costs) == Prospect(2, pytest.approx(0.9), pytest.approx(1.7))
+
+
+@property_test
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.floats(0.1, 1), st.floats(0, 1))
+def test_the_end_of_a_batch_against_round_by_round(rounds, one_row, more):
+    """Rows leave when they are done; each that is there adds to a round."""
+    seconds, left = 0.0, list(rounds)
+    while left:
+        seconds += one_row + more * (len(left) - 1)
+        left = [count - 1 for count in left if count > 1]
+    assert seconds_to_finish(rounds, one_row, one_row + more * (len(rounds) - 1)) == pytest.approx(seconds)
+
+
+def test_rounds_that_take_longer_with_fewer_rows_count_with_all():
+    assert seconds_to_finish([2, 5], 3.0, 1.0) == 5.0
 
 
 # Nothing is known of a token before it is drawn

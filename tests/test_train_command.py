@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 from conftest import FIXTURES
-from tiny import character_tokenizer
+from tiny import character_tokenizer, reduced_drafter
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dspark_hf import DSparkDraftModel, cli
 from dspark_hf.initialisation import (
+    change_vocabulary,
     choose_mask_token,
     drafter_config,
     frequent_tokens,
-    reduce_vocabulary,
     spread_taps,
     start_from_target,
 )
@@ -298,15 +298,28 @@ def test_the_most_frequent_tokens_of_the_target_are_drafted():
 def test_a_reduced_drafter_has_the_logits_of_the_whole_one(tiny_target):
     whole = DSparkDraftModel(drafter_config(tiny_target, mask_token_id=95, num_hidden_layers=2))
     ids = torch.tensor([1, 4, 50])
-    reduced = reduce_vocabulary(whole, ids)
+    reduced = change_vocabulary(whole, ids)
     hidden = torch.randn(2, 7, 64)
     head = tiny_target.get_output_embeddings()
     torch.testing.assert_close(reduced.base_logits(hidden, head), whole.base_logits(hidden, head)[..., ids])
     features = torch.randn(2, whole.config.markov_rank)
     wanted = whole.markov_head.markov_w2(features)[..., ids]
     torch.testing.assert_close(reduced.markov_head.markov_w2(features), wanted)
-    with pytest.raises(ValueError, match="drafts 3 tokens already"):
-        reduce_vocabulary(reduced, ids)
+    other = torch.tensor([0, 4, 9, 50, 95])
+    again = change_vocabulary(reduced, other)
+    torch.testing.assert_close(again.base_logits(hidden, head), whole.base_logits(hidden, head)[..., other])
+    wanted = whole.markov_head.markov_w2(features)[..., other]
+    wanted[:, [0, 2, 4]] = 0  # tokens that it could not draft have no correction yet
+    torch.testing.assert_close(again.markov_head.markov_w2(features), wanted)
+
+
+def test_a_head_of_its_own_has_rows_for_its_tokens_only():
+    drafter = reduced_drafter("vanilla", (1, 4, 7), vocab_size=9, owns_embedding=True, owns_lm_head=True)
+    fewer = change_vocabulary(drafter, torch.tensor([4, 7]))
+    hidden = torch.randn(1, 2, 8, dtype=torch.float64)
+    torch.testing.assert_close(fewer.base_logits(hidden), drafter.base_logits(hidden)[..., 1:])
+    with pytest.raises(ValueError, match="no rows for 2 of the 3 tokens; leave `draft_vocab_size` out"):
+        change_vocabulary(drafter, torch.tensor([0, 4, 8]))
 
 
 def test_a_drafter_of_few_tokens_is_trained(folders, tmp_path):

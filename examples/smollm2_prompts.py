@@ -1,0 +1,190 @@
+"""Prompts to train a drafter on, from nothing but the installed packages: code, contest problems, mathematics,
+everyday requests, other languages, long texts.
+
+    python examples/smollm2_prompts.py --count 4000 --output prompts.jsonl
+
+A drafter learns the words that its target answers with, so what matters is that all kinds of questions are asked, not
+that they can be answered. Code and long texts are those of Python's standard library; the rest is filled into the
+templates of smollm2_prompts.yaml.
+"""
+
+import argparse
+import ast
+import json
+import random
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+
+TEMPLATES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def library() -> Iterator[tuple[Documented, str, str]]:
+    """What is documented in Python's standard library: node, docstring and source."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(folder.rglob("*.py")):
+        if {"site-packages", "test", "tests", "idlelib"} & set(file.parts):
+            continue
+        try:
+            source = file.read_text(encoding="utf-8")
+            nodes = list(ast.walk(ast.parse(source)))
+        except (SyntaxError, UnicodeDecodeError):  # files of its own tests
+            continue
+        lines = source.splitlines()
+        for node in nodes:
+            text = ast.get_docstring(node) if isinstance(node, Documented) else None
+            if text is not None and len(text) >= 30:
+                own = lines if isinstance(node, ast.Module) else lines[node.lineno - 1 : node.end_lineno]
+                yield node, text, textwrap.dedent("\n".join(own))
+
+
+def code_prompts(draw: random.Random) -> list[str]:
+    """To write, complete and explain functions of the standard library."""
+    questions = {question["text"]: question["weight"] for question in TEMPLATES["questions"]}
+    prompts = []
+    for node, text, _ in library():
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("__") or len(text) > 600:
+            continue
+        name = node.name.lstrip("_")
+        arguments = [part for part in ast.unparse(node.args).split(", ") if part not in ("self", "cls")]
+        signature = f"{name}({', '.join(arguments)})"
+        indented = text.replace("\n", "\n    ")
+        question = draw.choices(list(questions), list(questions.values()))[0]
+        prompts.append(
+            question.format(
+                name=name,
+                signature=signature,
+                summary=" ".join(text.split("\n\n")[0].split()),
+                head=f'def {signature}:\n    """{indented}\n    """',
+            )
+        )
+    return prompts
+
+
+def long_prompts(draw: random.Random) -> list[str]:
+    """About functions and documentation texts of the standard library, of 500 to 3,000 characters."""
+    prompts = []
+    for node, text, source in library():
+        if isinstance(node, ast.FunctionDef) and 500 <= len(source) <= 2500:
+            review = draw.choice(TEMPLATES["reviews"])
+            prompts.append(review.format(source=source, language=draw.choice(TEMPLATES["languages"])))
+        if 500 <= len(text) <= 2800:
+            prompts.append(draw.choice(TEMPLATES["readings"]).format(text=text))
+    return prompts
+
+
+def maths_prompts(draw: random.Random, count: int) -> list[str]:
+    """Exercises in LaTeX with drawn numbers."""
+    prompts = []
+    for _ in range(count):
+        numbers = {name: draw.randint(2, 30) for name in "abc"} | {"d": draw.randint(2, 9)}
+        prompts.append(draw.choice(TEMPLATES["maths"]).format(**numbers) + draw.choice(TEMPLATES["maths_endings"]))
+    return prompts
+
+
+def contest_prompts(draw: random.Random, count: int) -> list[str]:
+    """Programming problems with input, constraints and samples, which are drawn: the answers need not be right."""
+    prompts = []
+    for _ in range(count):
+        kind = draw.choice(list(TEMPLATES["contest_inputs"]))
+        described = TEMPLATES["contest_inputs"][kind]
+        task = draw.choice(described["tasks"])
+        story = draw.choice(TEMPLATES["contest_stories"]).format(what=described["what"])
+        parts = [f"{story} {task[0].upper()}{task[1:]}.", "Input", "The input is given in the following format:"]
+        parts += [described["order"], "Output", "Print the answer in one line.", "Constraints"]
+        parts.append(f"- {described['bounds']} \\le {draw.choice(TEMPLATES['contest_limits'])}")
+        for number in range(1, draw.randint(1, 3) + 1):
+            parts += [f"Sample Input {number}", _sample(draw, kind)]
+            parts += [f"Sample Output {number}", str(draw.randint(0, 20))]
+        words = [word.capitalize() for word in task.replace(",", "").split()[:3]]
+        name = words[0].lower() + "".join(words[1:])
+        problem = {"problem": "\n\n".join(parts), "name": name, "signature": described["signature"]}
+        prompts.append(draw.choice(TEMPLATES["contests"]).format(**problem))
+    return prompts
+
+
+def _sample(draw: random.Random, kind: str) -> str:
+    """An input of a contest problem."""
+    size = draw.randint(2, 6)
+    if kind == "array":
+        return f"{size} {draw.randint(1, 9)}\n" + " ".join(str(draw.randint(1, 20)) for _ in range(size))
+    if kind == "string":
+        letters = draw.choice(("ab", "abc", "OX", "LR", "abcdef"))
+        return "".join(draw.choices(letters, k=size + 2)) + f"\n{draw.randint(1, 5)}"
+    if kind == "grid":
+        return "\n".join([f"{size} {size}", *("".join(draw.choices(".#", k=size)) for _ in range(size))])
+    edges = (f"{draw.randint(1, size)} {draw.randint(1, size)} {draw.randint(1, 9)}" for _ in range(size))
+    return "\n".join([f"{size} {size} {draw.randint(1, 4)}", *edges])
+
+
+def request_prompts(draw: random.Random, count: int) -> list[str]:
+    """Everyday requests."""
+    prompts = []
+    for _ in range(count):
+        subject, other = draw.sample(TEMPLATES["subjects"], 2)
+        people = {"person": draw.choice(TEMPLATES["people"]), "role": draw.choice(TEMPLATES["roles"])}
+        prompts.append(draw.choice(TEMPLATES["requests"]).format(subject=subject, other=other, **people))
+    return prompts
+
+
+def foreign_prompts() -> list[str]:
+    """Requests in nine other languages."""
+    return [
+        text.format(word=word)
+        for language in TEMPLATES["foreign"]
+        for text in language["texts"]
+        for word in language["words"]
+    ]
+
+
+def all_prompts(count: int, seed: int = 0) -> list[str]:
+    """
+    Different prompts of all kinds in drawn order.
+
+    Args:
+        count (`int`): How many there are to be; fewer come where templates and library hold no more of a kind.
+        seed (`int`, *optional*, defaults to 0): Of what is drawn.
+    """
+    draw = random.Random(seed)
+    kinds = [
+        (0.25, code_prompts(draw)),
+        (0.20, long_prompts(draw)),
+        (0.15, maths_prompts(draw, count)),
+        (0.12, contest_prompts(draw, count)),
+        (0.22, request_prompts(draw, count)),
+        (0.06, foreign_prompts()),
+    ]
+    prompts = []
+    for share, found in kinds:
+        different = sorted(set(found))
+        draw.shuffle(different)
+        prompts += different[: round(share * count)]
+    draw.shuffle(prompts)
+    return prompts
+
+
+def write_prompts(prompts: list[str], file: Path) -> None:
+    """As JSON lines."""
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts]
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    prompts = all_prompts(args.count, args.seed)
+    write_prompts(prompts, args.output)
+    print(f"{len(prompts)} prompts in {args.output}")
+
+
+if __name__ == "__main__":
+    main()
