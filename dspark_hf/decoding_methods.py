@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import CompileConfig
 
+from .card_inputs import DSPARK, PLAIN, PROMPT_LOOKUP
 from .host_dflash import host_dflash
 from .loading import Pair
 from .schedule_options import drafter_defaults, drafter_schedule
@@ -21,7 +22,6 @@ from .synthetic import synthetic_acceptance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PLAIN, DSPARK, PROMPT_LOOKUP = "plain generate", "DSpark", "prompt lookup"
 STATIC, COMPILED, HOST_DFLASH = "static cache", "torch.compile", "Transformers' DFlash"
 COMPILED_DRAFTER = f"{DSPARK}, compiled"
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .modeling import DSparkConfig
 
-THINKING = {"on": True, "off": False, None: None}
+_ASKED_FOR = {"on": True, "off": False, None: None}
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ def describe(setting: Setting) -> str:
 
 
 def _encode(pair: Pair, prompts: dict[str, list[str]], setting: Setting) -> dict[str, list[dict[str, torch.Tensor]]]:
-    thinking = THINKING[setting.thinking]
+    thinking = _ASKED_FOR[setting.thinking]
     encoded = {task: [pair.encode(prompt, thinking=thinking) for prompt in each] for task, each in prompts.items()}
     check_lengths(pair, encoded, setting.max_new_tokens)
     return encoded

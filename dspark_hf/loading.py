@@ -22,7 +22,7 @@ DEMO = "demo"
 MOST_THREADS = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 # What chat templates of models that can think or not call the choice.
-THINKING = "enable_thinking"
+THINKING_VARIABLE = "enable_thinking"
 
 
 class CommandError(Exception):
@@ -84,10 +84,10 @@ class Pair:
                 such choice, or the template fails, or the prompt is empty.
         """
         has_template = self.tokenizer.chat_template is not None
-        if thinking is not None and not (has_template and THINKING in self.tokenizer.get_chat_template()):
+        if thinking is not None and not (has_template and THINKING_VARIABLE in self.tokenizer.get_chat_template()):
             raise CommandError(
                 f"--thinking {'on' if thinking else 'off'}: the chat template of {self.names[0]!r} has no "
-                f"`{THINKING}`; leave --thinking out"
+                f"`{THINKING_VARIABLE}`; leave --thinking out"
             )
         if chat and not has_template:
             raise CommandError(
@@ -98,7 +98,7 @@ class Pair:
             raise CommandError("--prompt: it holds half of a surrogate pair, which is no character; take it out")
         if has_template and chat is not False:
             turn = [{"role": "user", "content": prompt}]
-            asked: dict[str, Any] = {} if thinking is None else {THINKING: thinking}
+            asked: dict[str, Any] = {} if thinking is None else {THINKING_VARIABLE: thinking}
             asked |= {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
             with reporting(f"--target {self.names[0]!r}"):
                 encoded = apply_template(self.tokenizer, turn, **asked)
