@@ -11,6 +11,7 @@ little; how much of the text that is, is reported as `past_end`.
 """
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ from .timing import timed_rows, warm_up
 # Candidates for the schedule "confidence", and batches that the choice between them rests on.
 THRESHOLDS = (0.2, 0.4, 0.7)
 TUNING_TURNS = 1
+# Rows that a cell decodes at least: one text says little.
+LEAST_ROWS = 8
 # Scheduling is timed by itself, for so many rows besides those of the batches, over so many rounds.
 MANY_ROWS = 64
 SCHEDULING_ROUNDS = 64
@@ -246,13 +249,19 @@ class BatchBench:
         Args:
             settings (`Sequence[Setting]`): What to compare at.
             thresholds (`Sequence[float]`): For each setting that of the schedule `"confidence"`.
-            repetitions (`int`): Batches of each setting.
+            repetitions (`int`): Batches of each setting; more of those that are so small that they would hold fewer
+                than [`LEAST_ROWS`] rows in all.
 
         Returns:
             `list[dict]`: One record a call, of plain values.
         """
         records = []
-        turns = list(itertools.product(range(repetitions), range(len(settings))))
+        most = max(batches_of(setting, repetitions) for setting in settings)
+        turns = [
+            (repetition, place)
+            for repetition, place in itertools.product(range(most), range(len(settings)))
+            if repetition < batches_of(settings[place], repetitions)
+        ]
         with tqdm(total=len(turns) * (1 + len(self.schedules)), desc="Benchmark", unit="call") as bar:
             for repetition, place in turns:
                 setting, threshold = settings[place], thresholds[place]
@@ -291,6 +300,11 @@ class BatchBench:
             values["drafted_rounds"] = call.drafted_rounds
             values["stats"] = {key: value for key, value in call.stats.to_dict().items() if key != "rows"}
         return values
+
+
+def batches_of(setting: Setting, repetitions: int) -> int:
+    """How many batches are decoded at a setting."""
+    return max(repetitions, math.ceil(LEAST_ROWS / setting.batch_size))
 
 
 def choose_threshold(tried: dict[float, list[float]]) -> float:
@@ -424,7 +438,8 @@ def run(
     bench = BatchBench(pair, prompt_sets, options, schedules, thresholds, seed)
     for setting in settings:
         bench.warm_up(setting)
-    tuning = bench.tune(settings, first=repetitions) if "confidence" in schedules else []
+    first = max(batches_of(setting, repetitions) for setting in settings)
+    tuning = bench.tune(settings, first) if "confidence" in schedules else []
     records = bench.measure(settings, [one["chosen"] for one in tuning] or [None] * len(settings), repetitions)
     summary = summarise(records)
     scheduling = [
@@ -493,5 +508,6 @@ def _caption(pair: Pair, options: dict[str, Any], repetitions: int, synthetic_au
     synthetic = "" if synthetic_auc is None else f", synthetic acceptance with confidences of AUC {synthetic_auc:g}"
     return (
         f"{pair.description}, {torch.get_num_threads()} threads; {sampling}{synthetic}; "
-        f"{options['max_new_tokens']} new tokens a row; medians of {repetitions} paired calls."
+        f"{options['max_new_tokens']} new tokens a row; medians of {repetitions} paired calls, of more where a batch is so "
+        f"small that they would decode fewer than {LEAST_ROWS} rows."
     )

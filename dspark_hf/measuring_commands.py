@@ -48,7 +48,12 @@ def add_bench(commands: Commands) -> None:
     add_prompts(bench)
     add_temperature(bench)
     add_sampling(bench, top_p="1, no truncation", top_k="0, no truncation")
-    bench.add_argument("--repetitions", type=positive_int, default=3, help="default: %(default)s")
+    bench.add_argument(
+        "--repetitions",
+        type=positive_int,
+        default=3,
+        help="calls of each kind, of small batches more; default: %(default)s",
+    )
     bench.add_argument(
         "--prompt-lookup-tokens",
         type=positive_int,

@@ -110,6 +110,8 @@ def test_greedy_batches_through_the_command_line(target_folder, profiled, prompt
         plain = cell["method"] == PLAIN
         assert (cell["verify_length"] is None) == (cell["outside_share"] is None) == plain
         assert (cell["threshold"] in batch_bench.THRESHOLDS) == (cell["method"] == "confidence")
+    numbers = {(call["batch_size"], call["repetition"]) for call in results["calls"]}
+    assert numbers == {(1, number) for number in range(8)} | {(3, number) for number in range(3)}
     for call in results["calls"]:
         tokens = call["batch_size"] * 9
         assert call["tokens_per_second"] == pytest.approx(tokens / call["seconds"])
@@ -223,11 +225,17 @@ def test_every_way_begins_at_each_setting_in_turn(pair, monkeypatch):
         return BatchCall([[1, 2]] * setting.batch_size, 1.0, 0.5, stats, 1)
 
     monkeypatch.setattr(BatchBench, "call", call)
+    monkeypatch.setattr(batch_bench, "LEAST_ROWS", 1)
     records = bench_of(pair).measure([Setting(size) for size in range(1, 6)], [0.5] * 5, repetitions=5)
     for turns in order.values():
         assert all(sorted(names) == sorted(METHODS) for names in turns)
         assert sorted(names[0] for names in turns) == sorted(METHODS)
     assert len(records) == 5 * 5 * 5
+
+
+def test_small_batches_are_decoded_more_often():
+    assert [batch_bench.batches_of(Setting(size), 1) for size in (1, 3, 4, 8, 32)] == [8, 3, 2, 1, 1]
+    assert [batch_bench.batches_of(Setting(size), 3) for size in (1, 3, 4, 8, 32)] == [8, 3, 3, 3, 3]
 
 
 def round_stats(*rounds: tuple[int, int], **seconds: float) -> SpeculativeStats:
@@ -248,8 +256,9 @@ def test_a_cell_by_hand(pair, monkeypatch):
     ]
     calls = {PLAIN: plain, "constant": constant}
     monkeypatch.setattr(BatchBench, "call", lambda self, method, setting, number: calls[method.name][number])
+    monkeypatch.setattr(batch_bench, "LEAST_ROWS", 6)
     bench = bench_of(pair, schedules=("constant",))
-    baseline, cell = batch_report.summarise(bench.measure([Setting(2)], [None], repetitions=3))
+    baseline, cell = batch_report.summarise(bench.measure([Setting(2)], [None], repetitions=1))
     assert baseline["tokens_per_second"] == pytest.approx(10 / 3)
     assert baseline["decode_tokens_per_second"] == pytest.approx(8 / 2)
     assert baseline["ratio"] == 1.0 and baseline["constant_ratio"] == 0.5 and baseline["verify_length"] is None
