@@ -76,6 +76,8 @@ def test_the_most_likely_is_the_first_of_equals():
     scores = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, -float("inf"), 3.0, 3.0]])
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert most_likely(scores.to(dtype)).tolist() == [1, 0]
+        many = scores.repeat(11, 1)  # more rows than are compared at a time
+        assert most_likely(many.to(dtype)).tolist() == [1, 0] * 11
 
 
 # Residuals
