@@ -35,6 +35,8 @@ _CANNOT_ROLL_BACK = (
     host.SynthIDTextWatermarkLogitsProcessor,
     host.UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+# Positions that go through processors which read only scores at a time, on a CPU.
+_AT_ONCE = 8
 
 
 class ProcessorChain:
@@ -98,8 +100,8 @@ class ProcessorChain:
         Args:
             prefixes (`Sequence[tuple[int, torch.LongTensor, int]]`): For each position its row, the tokens before it,
                 of shape `(1, length)`, and how many of these are drafts. May be empty if none is read.
-            scores (`torch.Tensor` of shape `(positions, vocab_size)`): Overwritten or not, as the processors do; of
-                some tokens only, if no processor `names_tokens`.
+            scores (`torch.Tensor` of shape `(positions, vocab_size)`): Overwritten or not; of some tokens only, if no
+                processor `names_tokens`.
             record (`bool`): Whether to remember the state after each position, for [`ProcessorChain.commit`].
 
         Returns:
@@ -107,6 +109,11 @@ class ProcessorChain:
         """
         if self.own:
             return self._position_by_position(prefixes, scores, record)
+        if scores.device.type == "cpu" and len(scores) > _AT_ONCE and not self.reads_tokens:
+            # Each processor makes several tensors of the size of what it gets; fresh memory for large ones is slow.
+            for part in scores.split(_AT_ONCE):
+                part.copy_(self((), part))
+            return scores
         for number, processor in enumerate(self.processors):
             if type(processor) is host.TopPLogitsWarper and scores.device.type == "cpu":
                 scores = filter_nucleus(processor, scores)

@@ -166,6 +166,16 @@ def test_the_users_code_is_not_asked_after_a_drafted_end():
     assert chain(Own())(prefixes, torch.zeros(3, VOCAB))[:, 0].tolist() == [1, 1, 1] and len(asked) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_positions_are_processed_like_each_alone(dtype):
+    """A few at a time, where nothing but scores is read."""
+    kinds = [host.TemperatureLogitsWarper(0.5), host.TopKLogitsWarper(30), host.TopPLogitsWarper(0.8)]
+    processors = chain(*kinds, host.SuppressTokensLogitsProcessor([3]), rows=2)
+    scores = torch.randn(19, 50, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    alone = [processors((), row[None].clone()) for row in scores]
+    assert torch.equal(processors((), scores.clone()), torch.cat(alone))
+
+
 def test_guidance_is_refused():
     with pytest.raises(ValueError, match="ClassifierFreeGuidanceLogitsProcessor keeps a state"):
         chain(host.ClassifierFreeGuidanceLogitsProcessor(2.0))
