@@ -508,6 +508,6 @@ def _caption(pair: Pair, options: dict[str, Any], repetitions: int, synthetic_au
     synthetic = "" if synthetic_auc is None else f", synthetic acceptance with confidences of AUC {synthetic_auc:g}"
     return (
         f"{pair.description}, {torch.get_num_threads()} threads; {sampling}{synthetic}; "
-        f"{options['max_new_tokens']} new tokens a row; medians of {repetitions} paired calls, of more where a batch is so "
-        f"small that they would decode fewer than {LEAST_ROWS} rows."
+        f"{options['max_new_tokens']} new tokens a row; medians of {repetitions} paired calls, of more where that "
+        f"would be fewer than {LEAST_ROWS} rows."
     )
