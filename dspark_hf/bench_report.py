@@ -110,9 +110,9 @@ def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], c
 
     names = [name for name in summary if name != "macro" or len(summary) > 2]
     methods = list(summary["macro"])
-    speed = Table(title="Speed (medians; ratio between neighbouring calls)")
-    for column in ("prompts", "method"):
-        speed.add_column(column, no_wrap=True)
+    speed = Table(title="Speed (medians; ratio between neighbouring calls)", box=None, padding=(0, 1))
+    speed.add_column("prompts", no_wrap=True)
+    speed.add_column("method")  # long names break at their comma, so that no figure is cut
     for column in ("tok/s", "ratio", "tokens\na round", "accepted", "same\ntext"):
         speed.add_column(column, justify="right", no_wrap=True)
     for name in names:
@@ -129,7 +129,6 @@ def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], c
                 format_number(row.get("draft_acceptance_rate"), ".2f"),
                 format_number(row["same_text"], ".0%") if comparable else "–",
             )
-        speed.add_section()
     console.print(speed)
     for method in methods:
         if summary["macro"][method].get("bound") is not None:
@@ -145,6 +144,7 @@ def _round_table(method: str, rows: dict[str, dict[str, float | int | None]]) ->
         title=f"{method}: a round against Equation 1 (ms; bare is a forward outside the loop)",
         box=None,
         padding=(0, 1),
+        pad_edge=False,
     )
     table.add_column("prompts", no_wrap=True)
     columns = (
@@ -154,7 +154,7 @@ def _round_table(method: str, rows: dict[str, dict[str, float | int | None]]) ->
         "verify",
         "bare\nverify",
         "out-\nside",
-        "draft/\nT(1)",
+        "draft\n/T(1)",
         "bound",
         "reach-\ned",
     )

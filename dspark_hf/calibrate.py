@@ -160,9 +160,10 @@ def output_folder(drafter: str | None, output: str | None) -> tuple[Path, bool]:
     elif own is not None and own.is_dir():
         path = own
     else:
+        name = "the demo's" if drafter in (None, DEMO) else repr(drafter)
         raise CommandError(
             f"--output is missing: only a --drafter that is a folder on this machine is changed in place, and it is "
-            f"{drafter!r}; give --output a new folder, to which the drafter is copied"
+            f"{name}; give --output a new folder, to which the drafter is copied"
         )
     in_place = own is not None and own.is_dir() and path.is_dir() and path.samefile(own)
     if not in_place and path.exists() and (not path.is_dir() or any(path.iterdir())):

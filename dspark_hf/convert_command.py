@@ -58,6 +58,7 @@ def serving_lines(config: DSparkConfig, to: str, target: str, folder: str) -> li
         command = ["dspark", "generate", "--target", target, "--drafter", folder, "--prompt", "..."]
         return [f"Use it: {shlex.join(command)}"]
     lines = []
+    reduced = config.draft_vocab_size is not None
     dflash = to == "speculators" and not (config.markov_rank or config.enable_confidence_head)
     vllm = {"method": "dflash" if dflash else "dspark", "model": folder, "num_speculative_tokens": config.block_size}
     if not dflash and (config.markov_rank == 0 or config.markov_head_type != "vanilla"):
@@ -67,11 +68,11 @@ def serving_lines(config: DSparkConfig, to: str, target: str, folder: str) -> li
     else:
         lines.append(f"vLLM: {shlex.join(['vllm', 'serve', target, '--speculative-config', json.dumps(vllm)])}")
         if to == "speculators" and config.sample_from_anchor:
-            lines.append(
-                "vLLM before pull request 48639 reads such a folder with the other slot convention; deepspec is safe."
-            )
+            safe = "" if reduced else "; deepspec is safe"
+            lines.append(f"vLLM before pull request 48639 reads such a folder with the other slot convention{safe}.")
     if to == "speculators":
-        lines.append("SGLang does not run speculators' DSpark drafters; convert to deepspec for it.")
+        other = "and deepspec, which it runs, has no reduced vocabulary" if reduced else "convert to deepspec for it"
+        lines.append(f"SGLang does not run speculators' DSpark drafters; {other}.")
     elif config.markov_rank == 0 or config.sandwich_norms:
         lines.append("SGLang runs DSpark drafters with a Markov head and Qwen3 layers; this one it does not.")
     else:

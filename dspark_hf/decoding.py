@@ -523,12 +523,14 @@ def _scheduler(target: PreTrainedModel, drafter: Any, options: ScheduleOptions, 
         if profile is None:
             schedule = "confidence"
             _warn_once(
-                "`num_assistant_tokens_schedule` is %r but %s, so drafts are cut at a survival of %g. Measure one "
+                "`num_assistant_tokens_schedule` is %r but %s, so %s. Measure one "
                 "with `dspark profile` or `dspark_hf.measure_profile(target, drafter)`; it holds for one dtype, "
                 "attention and number of threads, and for these versions.",
                 options.schedule,
                 explain_missing(target, drafter),
-                options.threshold,
+                f"drafts are cut at a survival of {options.threshold:g}"
+                if options.threshold
+                else "whole blocks are sent",
             )
         else:
 

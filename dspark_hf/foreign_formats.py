@@ -217,7 +217,10 @@ def _check_expressed(what: str, config: DSparkConfig, raw: Raw, weights: Weights
     found = _meaning(DSparkConfig(**find_reader(raw)(raw, set(weights)).fields))
     lost = [f"`{name}` {value!r}" for name, value in wanted.items() if found[name] != value]
     if lost:
-        raise ValueError(f"{what} cannot express what this drafter is: {', '.join(lost)}.")
+        hint = ""
+        if what == "DeepSpec" and config.draft_vocab_size is not None:
+            hint = " A reduced vocabulary goes into speculators' format."
+        raise ValueError(f"{what} cannot express what this drafter is: {', '.join(lost)}.{hint}")
 
 
 def _meaning(config: DSparkConfig) -> Raw:

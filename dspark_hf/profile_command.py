@@ -55,7 +55,7 @@ def run(
 
     console = Console()
     model, draft_model, description = _load(target, drafter, dtype, device, threads)
-    console.print(f"{description}, {torch.get_num_threads()} threads", highlight=False)
+    console.print(f"{description}, {torch.get_num_threads()} CPU thread(s)", highlight=False)
     key = profile_key(model, draft_model)
     profile = None if force else stored_profile(key)
     if profile is None:

@@ -302,12 +302,15 @@ def play_without_drafts(blocks: np.ndarray, costs: Costs) -> Rounds:
 def play_clairvoyant(outcomes: Outcomes, blocks: np.ndarray, costs: Costs) -> Rounds:
     """
     Send only drafts that are going to be accepted, in each round the number with the most tokens - rate * seconds,
-    where the rate is what all rounds then come to (Dinkelbach's method: the rate rises until it repeats).
+    where the rate is what all rounds then come to (Dinkelbach's method: the rate rises until it repeats). Where a
+    profile has a step over more tokens quicker, others fill it up to that; they are not counted.
     """
     rows, most = blocks.shape[1], outcomes.accepted[blocks].sum(axis=1)
     counts = np.arange(most.max() + 1)
     tokens = rows + counts
-    seconds = costs.draft_seconds[outcomes.block_size] + costs.verify_seconds[tokens]
+    steps = costs.verify_seconds[rows : rows + rows * outcomes.block_size + 1]
+    quickest = np.minimum.accumulate(steps[::-1])[::-1]
+    seconds = costs.draft_seconds[outcomes.block_size] + quickest[counts]
     rate = 0.0
     while True:
         gains = tokens - rate * seconds

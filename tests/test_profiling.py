@@ -421,7 +421,7 @@ def test_the_command_measures_once(target_folder, tmp_path, capsys, no_measuring
     argv = ["profile", "--target", target_folder, "--drafter", DRAFTER, *QUICK]
     assert cli.main([*argv, "--plot", str(plot), "--output", str(copy)]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    for part in ("float32 on cpu", "threads", "Stored: ", "steps/s", "tokens/s", "one slot", "Choosing: "):
+    for part in ("float32 on cpu", "CPU thread(s)", "Stored: ", "steps/s", "tokens/s", "one slot", "Choosing: "):
         assert part in output
     (stored,) = profile_path({}).parent.iterdir()
     assert Profile.load(stored) == Profile.load(copy)

@@ -29,6 +29,7 @@ def load(name: str) -> EvaluationModule:
         import evaluate
     except ImportError as error:
         raise ImportError(
-            "The metrics are modules of the package 'evaluate', which is not here; pip install 'dspark-hf[train]'."
+            "The metrics are modules of the package 'evaluate', which is not here; pip install 'dspark-hf[train]' "
+            "(in a checkout '.[train]')."
         ) from error
     return evaluate.load(str(Path(__file__).parent / name))
