@@ -283,8 +283,14 @@ def _facts(known: Known) -> list[tuple[str, str]]:
         ("heads", ", ".join(heads)),
         *owners.items(),
         ("hidden states read", f"of the target's layers {', '.join(map(str, config.target_layer_ids))}"),
-        ("vocabulary", f"{config.vocab_size:,} tokens, the target's"),
+        ("vocabulary", _vocabulary(config)),
     ]
+
+
+def _vocabulary(config: DSparkConfig) -> str:
+    if config.draft_vocab_size is None:
+        return f"{config.vocab_size:,} tokens, the target's"
+    return f"{config.draft_vocab_size:,} of the target's {config.vocab_size:,} tokens are drafted, all are read"
 
 
 def _recommended_sampling(known: Known) -> tuple[Sampling, str]:

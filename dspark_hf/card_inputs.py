@@ -391,9 +391,9 @@ def hardware_words(machine: dict[str, Any], device: str | None = None) -> str:
     if has_cuda and (device is None or device.startswith("cuda")):
         return f"CUDA {cuda}"
     parts = [str(machine["processor"])] if machine.get("processor") else []
-    for key, word in (("cores", "cores"), ("torch_threads", "threads")):
+    for key, word in (("cores", "core"), ("torch_threads", "thread")):
         if machine.get(key):
-            parts.append(f"{machine[key]} {word}")
+            parts.append(f"{machine[key]} {word}{'' if machine[key] == 1 else 's'}")
     return ", ".join(parts) or "an unknown machine"
 
 
