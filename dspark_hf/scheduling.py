@@ -263,8 +263,9 @@ _WHOLE_BLOCK_EVERY = 16
 _GOOD_FAITH = 4.0
 # Weight of the newest row in the running mean of a slot's confidence, and of a row's newest round in what it accepts.
 _NEWEST = 0.05
-# Rounds in which a row is taken to have accepted as much as the others, when its own are set against theirs.
-_ALIKE = 4.0
+# How much rows are thought to differ in what they accept before enough is seen of them: as much as chance makes means
+# of so many rounds differ. So many rows weigh as much as that thought.
+_ALIKE_ROUNDS, _ALIKE_ROWS = 2.0, 16.0
 
 
 class Scheduler:
@@ -307,7 +308,8 @@ class Scheduler:
         self.drafted: deque[dict[int, list[float]]] = deque(maxlen=2)  # survivals of the last two rounds, by row
         self.judged: deque[dict[int, list[float]]] = deque(maxlen=_WINDOW)  # of those since the last pause
         self.mean_confidences = [0.5] * block_size
-        self.own: dict[int, tuple[float, float]] = {}  # what each row accepted in how many rounds, the older the less
+        # Of each row: rounds, drafts accepted, and the sum of the squares of these; what is older counts less.
+        self.own: dict[int, tuple[float, float, float]] = {}
         self.rounds = 0
         self.promised = self.accepted = 0.0
         self.pause = self.waiting = 0
@@ -335,8 +337,8 @@ class Scheduler:
         if not self.judged:  # the pause is over: probe with as much as was last worth drawing
             return best_slots(self._history(self.drafted, rows), self.round_costs).slots
         prospect = best_slots(self._history(self.judged, rows), self.round_costs)
-        alone = float(self.costs(1, context).verify_seconds[1])
-        if not self._pays(prospect, rows, [1] * len(rows) if left is None else left, alone):
+        left = [1] * len(rows) if left is None else left
+        if not self._pays(prospect, rows, left, self.costs(1, context)):
             step = float(self.round_costs.verify_seconds[len(rows)])
             probe = self.round_costs.draft_seconds[prospect.slots] / step
             longer = max(2 * self.pause, _FIRST_PAUSE, probe / _PROBE_SHARE)
@@ -347,16 +349,35 @@ class Scheduler:
         self.pause //= 2
         return self.block_size if self.rounds % _WHOLE_BLOCK_EVERY == 0 else prospect.slots
 
-    def _pays(self, prospect: Prospect, rows: Sequence[int], left: Sequence[int], alone: float) -> bool:
+    def _pays(self, prospect: Prospect, rows: Sequence[int], left: Sequence[int], one_row: Costs) -> bool:
         """Whether all rows are expected to be done earlier with drafts than without."""
-        own = [self.own.get(row, (0.0, 0.0)) for row in rows]
-        mean = sum(accepted for accepted, _ in own) / max(sum(count for _, count in own), 1.0)
-        rounds = []
-        for (accepted, count), tokens in zip(own, left, strict=True):
-            share = (accepted / mean + _ALIKE) / (count + _ALIKE) if mean else 1.0  # of what rows accept in the mean
-            rounds.append(tokens / (1 + share * prospect.accepted) * prospect.steps)
         step = float(self.round_costs.verify_seconds[len(rows)])
-        return seconds_to_finish(rounds, alone, step) < seconds_to_finish(left, alone, step)
+        alone = float(one_row.verify_seconds[1])
+        drafting_alone = one_row.draft_seconds[prospect.slots] + float(one_row.verify_seconds[1 + prospect.slots])
+        shares = self._shares(rows)
+        rounds = [tokens / (1 + share * prospect.accepted) for tokens, share in zip(left, shares, strict=True)]
+        with_drafts = seconds_to_finish(rounds, drafting_alone, prospect.steps * step)
+        return with_drafts < seconds_to_finish(left, alone, step)
+
+    def _shares(self, rows: Sequence[int]) -> list[float]:
+        """
+        What each row is expected to accept, of what rows accept in the mean: by its own past, with the differences as
+        large as rows are thought to differ in earnest, which is less than their short pasts do by chance.
+        """
+        own = [self.own.get(row, (0.0, 0.0, 0.0)) for row in rows]
+        rounds, accepted, squares = map(sum, zip(*own, strict=True))
+        if accepted == 0.0:
+            return [1.0] * len(rows)
+        mean, seen = accepted / rounds, [(count, total) for count, total, _ in own if count]
+        # Variance of what a row accepts from round to round; after a single round, that of independent drafts.
+        within = squares - sum(total**2 / count for count, total in seen)
+        chance = (mean * (1 + mean) + within) / (1 + rounds - len(seen))
+        excess = sum((total / count - mean) ** 2 - chance / count for count, total in seen)
+        spread = (_ALIKE_ROWS * chance / _ALIKE_ROUNDS + max(excess, 0.0)) / (_ALIKE_ROWS + len(seen))
+        return [
+            max(1 + (total / count / mean - 1) * math.sqrt(spread / (spread + chance / count)), 0.0) if count else 1.0
+            for count, total, _ in own
+        ]
 
     def _history(self, rounds: Sequence[dict[int, list[float]]], rows: Sequence[int]) -> np.ndarray:
         """Survivals of the newest rounds, as far as they tell of these rows and as many as a judgement rests on."""
@@ -432,8 +453,9 @@ class Scheduler:
         self.promised += sum(sum(values[:length]) for values, length in zip(survivals, lengths, strict=True))
         self.accepted += sum(accepted)
         for row, count in zip(rows, accepted, strict=True):
-            before, rounds = self.own.get(row, (0.0, 0.0))
-            self.own[row] = (1 - _NEWEST) * before + count, (1 - _NEWEST) * rounds + 1
+            before = self.own.get(row, (0.0, 0.0, 0.0))
+            now = (1, count, count**2)
+            self.own[row] = tuple((1 - _NEWEST) * old + new for old, new in zip(before, now, strict=True))
 
 
 def _complete(known: Mapping[int, list[float]], rows: Sequence[int]) -> list[list[float]]:

@@ -16,6 +16,8 @@ _NOT_STEP_BY_STEP = {
 }
 # Their masks know of no window: the cache forgets what is too old, so it must be told token by token.
 _WINDOW_IN_CACHE_ONLY = ("kyutai_speech_to_text", "moshi")
+# What configs call the length of their table of positions or distances.
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 # Their masks of left-padded rows are right for one token at a time only.
 _NO_PADDING = ("unlimited_ocr_text",)
 
@@ -94,7 +96,7 @@ def places_for(target: PreTrainedModel, cache: Cache) -> int | None:
     config = target.config.get_text_config(decoder=True)
     limits = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
     if not getattr(config, "rope_parameters", None):
-        limits.append(getattr(config, "max_position_embeddings", None))
+        limits += [getattr(config, name, None) for name in _POSITIONS]
     limits = [limit for limit in limits if limit]
     return min(limits) if limits else None
 

@@ -10,11 +10,15 @@ templates of smollm2_prompts.yaml.
 
 import argparse
 import ast
+import copy
 import json
 import random
+import re
 import sysconfig
 import textwrap
+import warnings
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import yaml
@@ -40,7 +44,9 @@ def library() -> Iterator[tuple[Documented, str, str]]:
             text = ast.get_docstring(node) if isinstance(node, Documented) else None
             if text is not None and len(text) >= 30:
                 own = lines if isinstance(node, ast.Module) else lines[node.lineno - 1 : node.end_lineno]
-                yield node, text, textwrap.dedent("\n".join(own))
+                source = textwrap.dedent("\n".join(own))
+                if not source[0].isspace():  # a text in it that is not indented
+                    yield node, text, source
 
 
 def code_prompts(draw: random.Random) -> list[str]:
@@ -51,19 +57,41 @@ def code_prompts(draw: random.Random) -> list[str]:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("__") or len(text) > 600:
             continue
         name = node.name.lstrip("_")
-        arguments = [part for part in ast.unparse(node.args).split(", ") if part not in ("self", "cls")]
-        signature = f"{name}({', '.join(arguments)})"
-        indented = text.replace("\n", "\n    ")
+        signature = f"{name}({_arguments(node.args)})"
+        indented = re.sub(r"\n(?=.)", "\n    ", text)
+        head = f'def {signature}:\n    """{indented}\n    """'
+        if not _is_code(head):  # a name that is none, or quotes in the text
+            continue
         question = draw.choices(list(questions), list(questions.values()))[0]
         prompts.append(
             question.format(
                 name=name,
                 signature=signature,
                 summary=" ".join(text.split("\n\n")[0].split()),
-                head=f'def {signature}:\n    """{indented}\n    """',
+                head=head,
             )
         )
     return prompts
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    """As in a signature, without the object that a method is called on."""
+    arguments = copy.deepcopy(arguments)
+    for names in (arguments.posonlyargs, arguments.args):
+        if names and names[0].arg in ("self", "cls"):
+            del names[0]
+            break
+    return ast.unparse(arguments)
+
+
+def _is_code(text: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # backslashes
+            ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def long_prompts(draw: random.Random) -> list[str]:
@@ -101,7 +129,7 @@ def contest_prompts(draw: random.Random, count: int) -> list[str]:
         for number in range(1, draw.randint(1, 3) + 1):
             parts += [f"Sample Input {number}", _sample(draw, kind)]
             parts += [f"Sample Output {number}", str(draw.randint(0, 20))]
-        words = [word.capitalize() for word in task.replace(",", "").split()[:3]]
+        words = [word.capitalize() for word in re.findall("[A-Za-z]+", task)[:3]]
         name = words[0].lower() + "".join(words[1:])
         problem = {"problem": "\n\n".join(parts), "name": name, "signature": described["signature"]}
         prompts.append(draw.choice(TEMPLATES["contests"]).format(**problem))
@@ -147,9 +175,15 @@ def all_prompts(count: int, seed: int = 0) -> list[str]:
     Different prompts of all kinds in drawn order.
 
     Args:
-        count (`int`): How many there are to be; fewer come where templates and library hold no more of a kind.
+        count (`int`): How many there are to be, at least 1; fewer come where templates and library hold no more of a
+            kind.
         seed (`int`, *optional*, defaults to 0): Of what is drawn.
+
+    Raises:
+        `ValueError`: if the count is less.
     """
+    if count < 1:
+        raise ValueError(f"`count` is {count}; give the number of prompts, at least 1.")
     draw = random.Random(seed)
     kinds = [
         (0.25, code_prompts(draw)),
@@ -160,10 +194,11 @@ def all_prompts(count: int, seed: int = 0) -> list[str]:
         (0.06, foreign_prompts()),
     ]
     prompts = []
-    for share, found in kinds:
+    ends = [round(share * count) for share in accumulate(share for share, _ in kinds)]
+    for (_, found), first, end in zip(kinds, [0, *ends], ends, strict=False):
         different = sorted(set(found))
         draw.shuffle(different)
-        prompts += different[: round(share * count)]
+        prompts += different[: end - first]
     draw.shuffle(prompts)
     return prompts
 
@@ -181,6 +216,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"argument --count: it is {args.count}; give the number of prompts, at least 1")
     prompts = all_prompts(args.count, args.seed)
     write_prompts(prompts, args.output)
     print(f"{len(prompts)} prompts in {args.output}")

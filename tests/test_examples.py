@@ -1,5 +1,6 @@
 """Every example runs, on models small enough for that, and says or writes what it is there for."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -230,6 +231,26 @@ def test_smollm2_prompts(run, tmp_path):
     gaps = re.compile(r"\{(signature|summary|head|source|text|problem|subject|other|person|role|word|[abcd])\}")
     written = [prompt for prompt in prompts if "\\" not in prompt and "```" not in prompt and "def " not in prompt]
     assert not any(gaps.search(prompt) for prompt in written)
+
+
+def test_prompts_are_well_formed(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import smollm2_prompts
+    from smollm2_prompts import all_prompts
+
+    part = list(smollm2_prompts.library())[::8]
+    monkeypatch.setattr(smollm2_prompts, "library", lambda: iter(part))
+    node = ast.parse("def f(self, /, a, b=(1, 2), *, c): pass").body[0]
+    assert smollm2_prompts._arguments(node.args) == "a, b=(1, 2), *, c"
+    assert [len(all_prompts(count)) for count in (1, 2, 40)] == [1, 2, 40]
+    prompts = all_prompts(2000)
+    heads = [prompt for prompt in prompts if prompt.startswith("def ")]
+    assert len(heads) > 20 and all(map(ast.parse, heads))
+    names = [name for prompt in prompts for name in re.findall(r"    def (.*)\(self, [^)]*\) -> int", prompt)]
+    assert names and all(map(str.isidentifier, names))
+    assert not [prompt for prompt in prompts if re.search(r"^You are .*\. a|^Tickets cost \$|\(x\^\d", prompt)]
+    with pytest.raises(ValueError, match="`count` is -5; give the number of prompts, at least 1"):
+        all_prompts(-5)
 
 
 def test_the_bundled_answers():

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from families import decoder, drafter_for, prompts
 from tiny import random_drafter, random_target, scramble
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, StaticCache
 
@@ -43,6 +44,17 @@ def test_drafts_stay_inside_a_table_of_positions():
         assert torch.equal(greedy(target, drafter, **options), greedy(target, **options))
         tried += 1
     assert tried, "no text with a late end token was found"
+
+
+@pytest.mark.parametrize(("family", "field"), [("mpt", "max_seq_len"), ("whisper", "max_target_positions")])
+@pytest.mark.parametrize("lengths", [(30,), (30, 11)])
+def test_drafts_stay_inside_a_table_of_another_name(family, field, lengths):
+    target, inputs = decoder(family, **{field: 40}), prompts(lengths)
+    options = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+    ends = [row[38] for row in target.generate(**inputs, **options, max_new_tokens=9).tolist()]
+    options |= {"max_new_tokens": 60, "eos_token_id": ends}
+    plain = target.generate(**inputs, **options)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter_for(target)), plain)
 
 
 def test_drafts_stay_inside_a_static_cache(pair):

@@ -158,11 +158,33 @@ def test_a_batch_is_done_when_its_slowest_row_is(schedule):
     assert with_a_laggard(scheduler(0.0), [90, 90, 90, 30]) == 60  # the slowest row is nearly done
 
 
+def shares_after(rates: Sequence[float], rounds: int, seed: int) -> list[float]:
+    """What rows are expected to accept of the mean, once each has accepted a draft or not at its own rate."""
+    chance = random.Random(seed)
+    scheduler, numbers = Scheduler("hardware_aware", 1, costs=linear(0.0)), list(range(len(rates)))
+    for _ in range(rounds):
+        accepted = [int(chance.random() < rate) for rate in rates]
+        scheduler.observe(numbers, [[0.5]] * len(rates), [1] * len(rates), accepted)
+    return scheduler._shares(numbers)
+
+
+def test_rows_differ_by_what_is_more_than_chance():
+    alike = shares_after([0.5] * 256, 8, seed=1)
+    assert statistics.fmean(alike) == pytest.approx(1.0, abs=0.02) and min(alike) > 0.6
+    two_kinds = shares_after([0.2] * 128 + [0.8] * 128, 8, seed=1)
+    low, high = statistics.fmean(two_kinds[:128]), statistics.fmean(two_kinds[128:])
+    assert 0.3 < low < 0.6 and 1.4 < high < 1.7
+    assert shares_after([0.0, 0.0], 5, seed=1) == [1.0, 1.0]  # nothing was ever accepted: nothing tells them apart
+    unseen = Scheduler("hardware_aware", 1, costs=linear(0.0))
+    unseen.observe([0, 1], [[0.5]] * 2, [1, 1], [1, 0])
+    assert unseen._shares([0, 1, 2])[2] == 1.0  # a row that joins later is like the mean
+
+
 def test_what_a_row_accepted_long_ago_is_forgotten():
     scheduler = Scheduler("hardware_aware", 2, costs=linear(0.0))
     for accepted in [2] * 100 + [0] * 100:
         scheduler.observe([5], [[0.5, 0.5]], [2], [accepted])
-    accepted, rounds = scheduler.own[5]
+    rounds, accepted, _ = scheduler.own[5]
     assert rounds == pytest.approx(20, rel=0.01) and accepted / rounds < 0.02
 
 

@@ -440,7 +440,8 @@ def decode(target: PreTrainedModel, drafter: DSparkDraftModel, profile: Profile 
 
 @pytest.mark.parametrize("temperatures", [None, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0]])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_target):
+def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_target, monkeypatch):
+    monkeypatch.setattr(Scheduler, "_pays", lambda *arguments: True)  # so that there is something to log
     drafter = load_drafter("deepspec-vanilla")
     if temperatures is not None:
         drafter.config.confidence_temperatures = [{"sampling_temperature": 0.0, "temperatures": temperatures}]
