@@ -317,7 +317,7 @@ class DSparkDraftModel(PreTrainedModel):
         rows, _, width = hidden_states.shape
         # As strides are for this shape: for what is left of a larger one, bfloat16 products on a CPU take 20 times as
         # long, and longer by the row.
-        hidden_states = hidden_states[:, :slots].reshape(-1, width).view(rows, -1, width)
+        hidden_states = hidden_states[:, :slots].reshape(-1, width).contiguous().view(rows, -1, width)
         base, places, ids = self.base_logits(hidden_states, target_lm_head), None, self.d2t
         if top_k is not None and top_k < base.shape[-1]:
             places = base.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values  # (rows, slots, top_k)
