@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 from .nucleus import filter_nucleus
+from .sampling import ROWS_AT_ONCE
 from .snapshot import Snapshot
 
 
@@ -35,8 +36,6 @@ _CANNOT_ROLL_BACK = (
     host.SynthIDTextWatermarkLogitsProcessor,
     host.UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-# Positions that go through processors which read only scores at a time, on a CPU.
-_AT_ONCE = 8
 
 
 class ProcessorChain:
@@ -109,9 +108,8 @@ class ProcessorChain:
         """
         if self.own:
             return self._position_by_position(prefixes, scores, record)
-        if scores.device.type == "cpu" and len(scores) > _AT_ONCE and not self.reads_tokens:
-            # Each processor makes several tensors of the size of what it gets; fresh memory for large ones is slow.
-            for part in scores.split(_AT_ONCE):
+        if scores.device.type == "cpu" and len(scores) > ROWS_AT_ONCE and not self.reads_tokens:
+            for part in scores.split(ROWS_AT_ONCE):
                 part.copy_(self((), part))
             return scores
         for number, processor in enumerate(self.processors):

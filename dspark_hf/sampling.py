@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 # Tokens whose probabilities are added up before it is known which of them are of interest.
 _CHUNK = 64
-# Rows that are compared at a time.
-_ROWS_AT_ONCE = 8
+# Rows as wide as the vocabulary that a CPU takes at a time: fresh memory for more costs more than what is done in it.
+ROWS_AT_ONCE = 8
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
@@ -51,13 +51,12 @@ def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
 def most_likely(scores: torch.Tensor) -> torch.LongTensor:
     """
     Argmax over the last dimension of `(rows, ..., vocab_size)`. `max` in float32 is several times as fast as `argmax`,
-    and takes the first of equal scores like it; a few rows at a time, for fresh memory for the float32 of all of them
-    would cost more than what is done with it.
+    and takes the first of equal scores like it.
     """
     wide = torch.promote_types(scores.dtype, torch.float32)
     if scores.dtype == wide or scores.device.type != "cpu":
         return scores.to(wide).max(dim=-1).indices
-    return torch.cat([part.to(wide).max(dim=-1).indices for part in scores.split(_ROWS_AT_ONCE)])
+    return torch.cat([part.to(wide).max(dim=-1).indices for part in scores.split(ROWS_AT_ONCE)])
 
 
 def draw_accepts(accept_probs: torch.Tensor) -> torch.BoolTensor:

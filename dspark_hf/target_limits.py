@@ -96,9 +96,14 @@ def places_for(target: PreTrainedModel, cache: Cache) -> int | None:
     config = target.config.get_text_config(decoder=True)
     limits = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
     if not getattr(config, "rope_parameters", None):
-        limits += [getattr(config, name, None) for name in _POSITIONS]
-    limits = [limit for limit in limits if limit]
-    return min(limits) if limits else None
+        limits.append(position_limit(config))
+    return min((limit for limit in limits if limit), default=None)
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The positions that a target was made for, by its text config, whatever that calls them."""
+    limits = [getattr(config, name, None) for name in _POSITIONS]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _changing_ropes(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:

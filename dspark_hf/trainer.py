@@ -29,6 +29,7 @@ from .files import write_json
 from .hub import push_drafter
 from .losses import BlockLosses, LossWeights, block_losses
 from .modeling import DSparkDraftModel
+from .target_limits import position_limit
 from .target_outputs import text_config
 from .teacher import FeatureCache, Teacher
 from .training_arguments import DSparkTrainingArguments
@@ -40,8 +41,6 @@ STATE_NAME = "trainer_state.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 # What a decoding at an evaluation calls its results, before the way it decoded.
 LENGTH = "mean_acceptance_length"
-# What a target's config calls the most tokens of a text.
-POSITIONS = "max_position_embeddings"
 # Anchors of evaluations are drawn by a seed that no epoch has.
 _EVALUATION_SEED = 2**31 - 1
 
@@ -186,12 +185,11 @@ class DSparkTrainer(Trainer):
             )
         drafter = inner_drafter(model)
         check_fits(drafter, target)
-        positions = text_config(target)
         freeze(model, args.freeze)
         super().__init__(
             model=model,
             args=args,
-            data_collator=BlockCollator(min(args.max_length, getattr(positions, POSITIONS, None) or args.max_length)),
+            data_collator=BlockCollator(min(args.max_length, position_limit(text_config(target)) or args.max_length)),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,

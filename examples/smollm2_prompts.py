@@ -26,10 +26,11 @@ import yaml
 
 TEMPLATES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+Passage = tuple[Documented, str, str]  # node, docstring and source
 
 
-def library() -> Iterator[tuple[Documented, str, str]]:
-    """What is documented in Python's standard library: node, docstring and source."""
+def library() -> Iterator[Passage]:
+    """What is documented in Python's standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(folder.rglob("*.py")):
         if {"site-packages", "test", "tests", "idlelib"} & set(file.parts):
@@ -49,11 +50,11 @@ def library() -> Iterator[tuple[Documented, str, str]]:
                     yield node, text, source
 
 
-def code_prompts(draw: random.Random) -> list[str]:
+def code_prompts(draw: random.Random, documented: list[Passage]) -> list[str]:
     """To write, complete and explain functions of the standard library."""
     questions = {question["text"]: question["weight"] for question in TEMPLATES["questions"]}
     prompts = []
-    for node, text, _ in library():
+    for node, text, _ in documented:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("__") or len(text) > 600:
             continue
         name = node.name.lstrip("_")
@@ -94,10 +95,10 @@ def _is_code(text: str) -> bool:
     return True
 
 
-def long_prompts(draw: random.Random) -> list[str]:
+def long_prompts(draw: random.Random, documented: list[Passage]) -> list[str]:
     """About functions and documentation texts of the standard library, of 500 to 3,000 characters."""
     prompts = []
-    for node, text, source in library():
+    for node, text, source in documented:
         if isinstance(node, ast.FunctionDef) and 500 <= len(source) <= 2500:
             review = draw.choice(TEMPLATES["reviews"])
             prompts.append(review.format(source=source, language=draw.choice(TEMPLATES["languages"])))
@@ -184,10 +185,10 @@ def all_prompts(count: int, seed: int = 0) -> list[str]:
     """
     if count < 1:
         raise ValueError(f"`count` is {count}; give the number of prompts, at least 1.")
-    draw = random.Random(seed)
+    draw, documented = random.Random(seed), list(library())
     kinds = [
-        (0.25, code_prompts(draw)),
-        (0.20, long_prompts(draw)),
+        (0.25, code_prompts(draw, documented)),
+        (0.20, long_prompts(draw, documented)),
         (0.15, maths_prompts(draw, count)),
         (0.12, contest_prompts(draw, count)),
         (0.22, request_prompts(draw, count)),

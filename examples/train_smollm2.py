@@ -86,7 +86,7 @@ def main() -> None:
     exclude = [*args.exclude, *([] if args.eval_prompts is None else [args.eval_prompts])]
 
     if args.synthesize is None:
-        # What there is time for: measured on two cores, guessed on a GPU.
+        # Rather more than there is time for: two cores gave some 120 answers a minute, for a GPU it is a guess.
         args.synthesize = max(8, int(args.data_minutes * (400 if torch.cuda.is_available() else 16)))
     if not (data / "dataset_info.json").exists():
         write_prompts(all_prompts(4 * args.synthesize), prompts)
