@@ -453,6 +453,9 @@ class _Run:
         keep = [index for index, row in enumerate(self.active) if not self._leaves(row)]
         if len(keep) == len(self.active):
             return
+        if not self.returns_cache:  # nothing keeps the rows in order: the last ones fill the gaps, so that few move
+            moved = [index for index in keep if index >= len(keep)]
+            keep = [index if index in keep else moved.pop() for index in range(len(keep))]
         self.stream.keep_rows(keep)
         if keep:
             self.drafts.keep_rows(keep)

@@ -11,10 +11,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 from .nucleus import filter_nucleus
-from .sampling import ROWS_AT_ONCE
 from .snapshot import Snapshot
 
 
+# Positions that a CPU takes at a time: fresh memory for more costs more than what is done in it.
+_ROWS_AT_ONCE = 8
 # These read only the scores, so all positions can be given to them at once.
 _READ_ONLY_SCORES = (
     host.EpsilonLogitsWarper,
@@ -108,8 +109,8 @@ class ProcessorChain:
         """
         if self.own:
             return self._position_by_position(prefixes, scores, record)
-        if scores.device.type == "cpu" and len(scores) > ROWS_AT_ONCE and not self.reads_tokens:
-            for part in scores.split(ROWS_AT_ONCE):
+        if scores.device.type == "cpu" and len(scores) > _ROWS_AT_ONCE and not self.reads_tokens:
+            for part in scores.split(_ROWS_AT_ONCE):
                 part.copy_(self((), part))
             return scores
         for number, processor in enumerate(self.processors):

@@ -108,6 +108,7 @@ class Profile:
         """
         Time of a target step with 0 (of no meaning), 1, ... `most_tokens` tokens: as measured, straight lines between,
         the last slope beyond. Several rows add what they were measured to take beyond one row with as many tokens.
+        Where more tokens of the same rows were measured to take less time, which is noise, both count as their mean.
 
         Args:
             most_tokens (`int`): At least 1.
@@ -140,7 +141,7 @@ class Profile:
         seconds = _along(tokens, one_row.tokens, one_row.seconds)
         curves = [curve for curve in self.row_steps if curve.context == one_row.context]
         if rows == 1 or not curves:
-            return seconds
+            return self._rising(seconds, rows)
         # What rows add follows from how many there are and from the tokens of each.
         counts, added = [1], [np.zeros(len(tokens))]
         for curve in curves:
@@ -148,7 +149,22 @@ class Profile:
             counts.append(curve.rows)
             added.append(np.interp(tokens * (curve.rows / rows), curve.tokens, beyond))
         # Noise aside, nothing is faster than the fastest step of one row.
-        return np.maximum(seconds + _between(rows, counts, added), min(one_row.seconds))
+        return self._rising(np.maximum(seconds + _between(rows, counts, added), min(one_row.seconds)), rows)
+
+    def _rising(self, seconds: np.ndarray, rows: int) -> np.ndarray:
+        """Measured seconds from one token a row on as the nearest curve that never falls; given ones as they are."""
+        if self.measured:
+            levels: list[tuple[float, int]] = []  # means, and how many they are of (pool adjacent violators)
+            for value in seconds[rows:].tolist():
+                count = 1
+                while levels and levels[-1][0] > value:
+                    before, many = levels.pop()
+                    value = (before * many + value * count) / (many + count)
+                    count += many
+                levels.append((value, count))
+            means, counts = zip(*levels, strict=True)
+            seconds[rows:] = np.repeat(means, counts)
+        return seconds
 
     def costs(self, rows: int, context: float, block_size: int, do_sample: bool) -> Costs:
         """

@@ -18,7 +18,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ BUDGET = 120.0
 # Measured points in each doubling of the tokens, the densest grid first, and sweeps over them.
 _DENSITIES = (8, 4, 2, 1)
 _FEWEST_SWEEPS, _GOOD_SWEEPS, _MOST_SWEEPS = 3, 5, 9
+# Points before and after one that tell how fast the machine was then, and passes of the fit.
+_NEIGHBOURS, _FITS = 4, 4
 # Blocks that a target is measured for where no drafter says.
 _BLOCK_SIZE = 7
 # Accepted tokens of each row that a draft takes in before it begins.
@@ -72,10 +74,10 @@ def measure_profile(
     holds for these devices, dtype, number of threads and versions, so measure under the conditions of use and with
     nothing else running.
 
-    All points are measured in turn, several times over, so that a slow minute falls on all of them; each gets its
-    fastest time, since whatever else a machine does only ever adds to it. The first two sweeps, over a thin grid, warm
-    up and tell how dense a grid the budget allows: every B up to 16, every 2nd to 32, every 4th to 64 and so on at
-    best, powers of 2 at least.
+    All points are measured in turn, several times over, in an order of chance, so that a slow minute falls on all of
+    them; each gets its typical time, see [`typical_seconds`]. The first two sweeps, over a thin grid, warm up and tell
+    how dense a grid the budget allows: every B up to 16, every 2nd to 32, every 4th to 64 and so on at best, powers of
+    2 at least.
 
     Args:
         target (`PreTrainedModel`): The verifying model.
@@ -374,7 +376,7 @@ def token_grid(most_tokens: int, density: int) -> list[int]:
 
 
 def _run_sweeps(bench: _Bench, deadline: float) -> tuple[dict[_Point, float], int]:
-    """The least seconds of each point, and the number of sweeps they are of. The deadline is by time.monotonic()."""
+    """The typical seconds of each point, and the number of sweeps they are of. The deadline is by time.monotonic()."""
     thin, order = bench.points(_DENSITIES[-1]), random.Random(0)
     with tqdm(total=2 * len(thin), desc="Profiling", unit="point") as progress:
 
@@ -385,7 +387,7 @@ def _run_sweeps(bench: _Bench, deadline: float) -> tuple[dict[_Point, float], in
             for point in order.sample(points, len(points)):  # none always after the same one
                 seconds[point] = bench.seconds(point)
                 progress.update()
-            return {point: seconds[point] for point in points}, time.monotonic() - begin
+            return seconds, time.monotonic() - begin
 
         sweep(thin, "warm-up 1 of 2")
         warm, spent = sweep(thin, "warm-up 2 of 2")
@@ -402,7 +404,34 @@ def _run_sweeps(bench: _Bench, deadline: float) -> tuple[dict[_Point, float], in
             run, spent = sweep(points, f"sweep {len(runs) + 1} of {sweeps}")
             runs.append(run)
         progress.total = progress.n
-    return {point: min(run[point] for run in runs) for point in points}, len(runs)
+    typical = typical_seconds([measured for run in runs for measured in run.items()])
+    return {point: typical[point] for point in points}, len(runs)
+
+
+def typical_seconds(measured: Sequence[tuple[Hashable, float]]) -> dict[Hashable, float]:
+    """
+    What each of several things takes on a machine whose speed wanders: the median of its times, each divided by how
+    slow the machine was then, which is told by the things timed shortly before and after. (The fastest time would
+    be that of the machine's best moments, which fall on some things and not on others.)
+
+    Args:
+        measured (`Sequence[tuple[Hashable, float]]`): Thing and seconds, in the order of time.
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, (thing, _) in enumerate(measured):
+        places.setdefault(thing, []).append(place)
+    logs = np.log([seconds for _, seconds in measured])
+    around = np.arange(len(logs))[:, None] + np.arange(-_NEIGHBOURS, _NEIGHBOURS + 1)
+    outside = (around < 0) | (around >= len(logs))
+    slow, typical = np.zeros(len(logs)), np.zeros(len(logs))
+    for _ in range(_FITS):
+        for at in places.values():
+            typical[at] = np.median(logs[at] - slow[at])
+        near = np.ma.array((logs - typical)[np.where(outside, 0, around)], mask=outside)
+        slow = np.ma.median(near, axis=1).filled(0.0)
+        slow -= np.median(slow)
+    fair = np.array([seconds for _, seconds in measured]) / np.exp(slow)
+    return {thing: float(np.median(fair[at])) for thing, at in places.items()}
 
 
 def _expected_seconds(points: Iterable[_Point], known: dict[_Point, float]) -> float:

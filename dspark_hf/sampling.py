@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 # Tokens whose probabilities are added up before it is known which of them are of interest.
 _CHUNK = 64
-# Rows as wide as the vocabulary that a CPU takes at a time: fresh memory for more costs more than what is done in it.
-ROWS_AT_ONCE = 8
+# Tokens whose highest score is found before the one that has it.
+_COMPARED = 1024
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
@@ -50,13 +50,23 @@ def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
 
 def most_likely(scores: torch.Tensor) -> torch.LongTensor:
     """
-    Argmax over the last dimension of `(rows, ..., vocab_size)`. `max` in float32 is several times as fast as `argmax`,
-    and takes the first of equal scores like it.
+    Argmax over the last dimension of `(rows, ..., vocab_size)`, the first of equal scores.
+
+    On a CPU by the highest score of each chunk of the vocabulary, then within the first chunk that holds it: a maximum
+    alone is found several times as fast as its place.
     """
     wide = torch.promote_types(scores.dtype, torch.float32)
-    if scores.dtype == wide or scores.device.type != "cpu":
+    if scores.device.type != "cpu":
         return scores.to(wide).max(dim=-1).indices
-    return torch.cat([part.to(wide).max(dim=-1).indices for part in scores.split(ROWS_AT_ONCE)])
+    chunks = scores.shape[-1] // _COMPARED
+    whole = chunks * _COMPARED
+    highest = scores[..., :whole].unflatten(-1, (chunks, _COMPARED)).amax(dim=-1)
+    if whole < scores.shape[-1]:
+        highest = torch.cat([highest, scores[..., whole:].amax(dim=-1, keepdim=True)], dim=-1)
+    # `max` of float32 takes the first of equals.
+    first = highest.to(wide).max(dim=-1, keepdim=True).indices * _COMPARED
+    places = (first + torch.arange(_COMPARED)).clamp(max=scores.shape[-1] - 1)
+    return first.squeeze(-1) + scores.gather(-1, places).to(wide).max(dim=-1).indices
 
 
 def draw_accepts(accept_probs: torch.Tensor) -> torch.BoolTensor:

@@ -111,20 +111,18 @@ class StreamPlan:
 
     def by_row(self, states: torch.Tensor) -> torch.Tensor:
         """`(1, heads, tokens, head_dim)` of the stream as `(rows, heads, longest, head_dim)`."""
-        places = self.places(states.device)
-        if places is None:
-            return states
-        row_index, offsets, _ = places
+        if self.longest == min(self.counts):  # a view will do
+            return states[0].unflatten(1, (len(self.counts), self.longest)).transpose(0, 1)
+        row_index, offsets, _ = self.places(states.device)
         rows = states.new_zeros(len(self.counts), states.shape[1], self.longest, states.shape[-1])
         rows[row_index, :, offsets] = states[0].transpose(0, 1)
         return rows
 
     def flatten(self, states: torch.Tensor) -> torch.Tensor:
         """`(rows, heads, longest, head_dim)` as `(1, tokens, heads, head_dim)`."""
-        places = self.places(states.device)
-        if places is None:
-            return states.transpose(1, 2)
-        row_index, offsets, _ = places
+        if self.longest == min(self.counts):
+            return states.transpose(1, 2).flatten(0, 1)[None]
+        row_index, offsets, _ = self.places(states.device)
         return states[row_index, :, offsets][None]
 
 
@@ -192,11 +190,10 @@ class SlotCache(Cache):
         return self.plan.used, 0
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep the rows whose indices are given, in that order."""
-        self.lengths = [self.lengths[row] for row in rows]
+        """Keep the rows whose indices are given, in that order; see [`SlotBuffer.keep_rows`]."""
         for buffer in self.buffers:
-            device = None if buffer.keys is None else buffer.keys.device
-            buffer.keep_rows(torch.tensor(rows, device=device))
+            buffer.keep_rows(rows, max(self.lengths))
+        self.lengths = [self.lengths[row] for row in rows]
 
 
 class use_stream:

@@ -85,12 +85,11 @@ class DraftContext:
         self.layers = [SlotBuffer(len(self.starts), capacity) for _ in range(config.num_hidden_layers)]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep the rows whose indices are given, in that order."""
+        """Keep the rows whose indices are given, in that order; see [`SlotBuffer.keep_rows`]."""
+        for layer in self.layers:
+            layer.keep_rows(rows, max(self.lengths))
         self.starts = [self.starts[row] for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
-        for layer in self.layers:
-            device = None if layer.keys is None else layer.keys.device
-            layer.keep_rows(torch.tensor(rows, dtype=torch.long, device=device))
 
     def narrow(self, hidden_states: torch.Tensor, context_lengths: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
         """

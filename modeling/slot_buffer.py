@@ -1,5 +1,7 @@
 """Preallocated keys and values in per-row slots: a rejected token leaves the length where it was; growth doubles."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -60,11 +62,23 @@ class SlotBuffer:
             for buffer in (self.keys, self.values):
                 buffer[row, :, : length - count] = buffer[row, :, count:length].clone()
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep the rows whose indices are given, in that order."""
+    def keep_rows(self, rows: Sequence[int], used: int) -> None:
+        """
+        Keep some rows, in place: only those that get another number are copied.
+
+        Args:
+            rows (`Sequence[int]`): For each new row the old one, at least as high, so that none is overwritten before
+                it is copied.
+            used (`int`): Slots of them that are in use.
+        """
+        assert all(old >= new for new, old in enumerate(rows))
         self.rows = len(rows)
         if self.keys is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            for new, old in enumerate(rows):
+                if new != old:
+                    self.keys[new, :, :used] = self.keys[old, :, :used]
+                    self.values[new, :, :used] = self.values[old, :, :used]
+            self.keys, self.values = self.keys[: self.rows], self.values[: self.rows]
 
     def _room(self, buffer: torch.Tensor | None, like: torch.Tensor, used: int) -> torch.Tensor:
         if buffer is not None and buffer.shape[2] >= used:

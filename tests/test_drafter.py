@@ -254,18 +254,18 @@ def test_one_row_equals_the_dense_reference(family, start):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_rows_equal_their_solo_runs(family):
     drafter = tiny_drafter(**FAMILIES[family])
-    starts, taps = [0, 7, 100], random_taps(drafter, [60, 60, 60])
+    starts, taps = [0, 7, 100, 3], random_taps(drafter, [60, 60, 60, 60])
     batch = Rows(drafter, taps, starts)
-    solo = [Rows(drafter, [taps[row]], [starts[row]]) for row in range(3)]
+    solo = [Rows(drafter, [taps[row]], [starts[row]]) for row in range(4)]
     plan = [  # rows alive, new context tokens of each
-        ([0, 1, 2], [6, 0, 11]),
-        ([0, 1, 2], [1, 2, 4]),
-        ([2, 0], [1, 5]),
-        ([2, 0], [3, 3]),
-        ([0, 2], [20, 1]),
-        ([0], [2]),
+        ([0, 1, 2, 3], [6, 0, 11, 2]),
+        ([0, 1, 2, 3], [1, 2, 4, 9]),
+        ([0, 2, 3], [1, 5, 3]),
+        ([3, 2], [3, 3]),
+        ([3, 2], [20, 1]),
+        ([2], [2]),
     ]
-    alive = [0, 1, 2]
+    alive = [0, 1, 2, 3]
     for turn, (rows, new) in enumerate(plan):
         if rows != alive:
             batch.keep([alive.index(row) for row in rows])
@@ -278,7 +278,7 @@ def test_ragged_rows_equal_their_solo_runs(family):
             assert found[1][place].tolist() == tokens[0].tolist()
             torch.testing.assert_close(found[2][place], confidence[0], atol=1e-5, rtol=1e-5)
         batch.spoil_unused_slots()
-    assert batch.seen == solo[0].seen == [37]
+    assert batch.seen == solo[2].seen == [26]
 
 
 @pytest.mark.parametrize("window", [1, 3, 5, 9])

@@ -83,14 +83,21 @@ class Walk:
         self.rows = list(range(len(beginnings) * self.width))
         return self.paths
 
+    def in_order(self) -> list[tuple[int, int]]:
+        """Where each row stands, and the row, in the order of rows: other walkers may have moved a walker's."""
+        return sorted(enumerate(self.rows), key=lambda pair: pair[1])
+
     def draw_tokens(self, probs: torch.Tensor) -> torch.Tensor:
         assert probs.shape[0] == len(self.rows) and probs.dtype == torch.float64
-        rows = zip(self.rows, probs.tolist(), strict=True)
-        return torch.tensor([self.paths[row // self.width].choose(row_probs) for row, row_probs in rows])
+        tokens = torch.zeros(len(self.rows), dtype=torch.long)
+        for place, row in self.in_order():
+            tokens[place] = self.paths[row // self.width].choose(probs[place].tolist())
+        return tokens
 
     def draw_accepts(self, accept_probs: torch.Tensor) -> torch.Tensor:
         accepts = torch.zeros_like(accept_probs, dtype=torch.bool)
-        for index, (row, sent) in enumerate(zip(self.rows, self.sent, strict=True)):
+        for index, row in self.in_order():
+            sent = self.sent[index]
             self.verify_lengths[sent] += 1
             for slot in range(sent):
                 accept_prob = accept_probs[index, slot].item()

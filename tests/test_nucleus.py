@@ -65,10 +65,12 @@ def test_what_cannot_be_told_is_sorted_and_nothing_else(monkeypatch):
     processor = Counted(0.5)
     filter_nucleus(processor, torch.cat([clear, tied, clear]))
     assert processor.rows == 1
-    monkeypatch.setattr(nucleus, "_LOOKED_AT", 2)
-    processor = Counted(0.99)
-    check(processor, clear)
-    assert processor.rows == 1, "the nucleus is larger than what was looked at"
+    monkeypatch.setattr(nucleus, "_LAST_LOOK", 3)
+    for top_p, sorted_rows in ((0.6, 0), (0.8, 0), (0.98, 1)):  # nuclei of 1, 2 and 3 tokens
+        processor = Counted(top_p)
+        found = filter_nucleus(processor, clear, 2)
+        assert processor.rows == sorted_rows
+        assert torch.equal(found, TopPLogitsWarper(top_p)(None, clear))
 
 
 def test_scores_that_are_no_numbers_are_left_to_the_sort():

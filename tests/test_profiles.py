@@ -61,6 +61,14 @@ def test_measured_steps_are_as_measured_and_lines_between():
     assert seconds[1:].tolist() == [1.0, 3.0, 2.5, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
+def test_measured_steps_that_fall_are_noise_and_given_ones_are_not():
+    # 3.0, 2.5, 2.0, 3.0 at 2 to 5 tokens: the first three do not rise.
+    assert a_profile(measured=True).step_seconds(8, 100)[1:].tolist() == [1.0, 2.5, 2.5, 2.5, 3.0, 4.0, 5.0, 6.0]
+    assert a_profile(measured=False).step_seconds(8, 100)[2] == 3.0
+    noisy = a_profile(steps=STEPS[:1], row_steps=ROWS, measured=True).step_seconds(8, 100, rows=2)
+    assert (np.diff(noisy[2:]) >= 0).all() and noisy[8] == 7.0
+
+
 def test_beyond_the_last_step_goes_the_slope_of_the_second_half():
     # From 4 tokens, 2 s, to 8 tokens, 6 s.
     assert a_profile().step_seconds(11, context=100)[9:].tolist() == [7.0, 8.0, 9.0]

@@ -80,6 +80,20 @@ def test_the_most_likely_is_the_first_of_equals():
         assert most_likely(many.to(dtype)).tolist() == [1, 0] * 11
 
 
+@pytest.mark.parametrize("vocab_size", [7, 1023, 1024, 1025, 5000])
+def test_the_most_likely_of_a_large_vocabulary(vocab_size):
+    """Small whole numbers, so that many are equal: within a chunk, between chunks and with what is left over."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    for highest in (3, 100_000):
+        scores = torch.randint(highest, (5, 40, vocab_size), generator=generator).float()
+        assert torch.equal(most_likely(scores), torch.from_numpy(scores.numpy().argmax(axis=-1)))
+        rounded = scores.bfloat16()
+        assert torch.equal(most_likely(rounded), torch.from_numpy(rounded.float().numpy().argmax(axis=-1)))
+    scores = torch.zeros(1, vocab_size)
+    scores[0, -1] = math.nan
+    assert most_likely(scores).tolist() == [vocab_size - 1], "NaN counts as the highest, as for argmax"
+
+
 # Residuals
 
 weights = st.lists(st.integers(0, 8), min_size=VOCAB, max_size=VOCAB).filter(any)

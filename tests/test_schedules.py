@@ -131,26 +131,33 @@ class PerWalker:
         self.make = lambda: Scheduler(*args)
         self.schedulers: dict[int, Scheduler] = defaultdict(self.make)
 
-    def walkers(self, rows: Sequence[int]) -> list[tuple[Scheduler, slice]]:
-        groups, first = [], 0
-        for walker, members in itertools.groupby(rows, key=lambda row: row // self.width):
-            last = first + len(list(members))
-            groups.append((self.schedulers[walker], slice(first, last)))
-            first = last
-        return groups
+    def walkers(self, rows: Sequence[int]) -> list[tuple[Scheduler, list[int]]]:
+        """Each walker's scheduler, and where its rows stand, in their order: other walkers may have moved them."""
+        places = sorted(range(len(rows)), key=lambda place: rows[place])
+        groups = itertools.groupby(places, key=lambda place: rows[place] // self.width)
+        return [(self.schedulers[walker], list(members)) for walker, members in groups]
 
     def slots(self, rows: Sequence[int], context: float, left: Sequence[int]) -> int:
-        (slots,) = {scheduler.slots(rows[part], context, left[part]) for scheduler, part in self.walkers(rows)}
+        (slots,) = {
+            scheduler.slots(_of(places, rows), context, _of(places, left)) for scheduler, places in self.walkers(rows)
+        }
         return slots
 
     def choose(self, rows: Sequence[int], survivals: Sequence[Sequence[float]]) -> Choice:
-        choices = [scheduler.choose(rows[part], survivals[part]) for scheduler, part in self.walkers(rows)]
-        self.choices += choices
-        return Choice([length for choice in choices for length in choice.lengths])
+        lengths = {}
+        for scheduler, places in self.walkers(rows):
+            choice = scheduler.choose(_of(places, rows), _of(places, survivals))
+            self.choices.append(choice)
+            lengths |= zip(places, choice.lengths, strict=True)
+        return Choice([lengths[place] for place in range(len(rows))])
 
     def observe(self, rows: Sequence[int], *of_rows: Sequence[Any]) -> None:
-        for scheduler, part in self.walkers(rows):
-            scheduler.observe(rows[part], *(values[part] for values in of_rows))
+        for scheduler, places in self.walkers(rows):
+            scheduler.observe(_of(places, rows), *(_of(places, values) for values in of_rows))
+
+
+def _of(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    return [values[place] for place in places]
 
 
 def scheduled_walkers(monkeypatch: pytest.MonkeyPatch, width: int) -> list[Choice]:
