@@ -265,7 +265,7 @@ _GOOD_FAITH = 4.0
 _NEWEST = 0.05
 # How much rows are thought to differ in what they accept before enough is seen of them: as much as chance makes means
 # of so many rounds differ. So many rows weigh as much as that thought.
-_ALIKE_ROUNDS, _ALIKE_ROWS = 2.0, 16.0
+_ALIKE_ROUNDS, _ALIKE_ROWS = 8.0, 16.0
 
 
 class Scheduler:
