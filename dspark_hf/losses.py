@@ -18,6 +18,10 @@ from .teacher import Teacher
 from .training_blocks import TrainingBlocks
 
 
+# Slots that a CPU makes distributions of at a time, within a chunk.
+_ROWS_AT_ONCE = 8
+
+
 @dataclass(frozen=True)
 class LossWeights:
     """
@@ -185,8 +189,9 @@ class _VocabularyLoss(torch.autograd.Function):
         slots = len(plan.places)
         sums = hidden_states.new_zeros(2, dtype=torch.float32)
         accept = hidden_states.new_empty(slots, dtype=torch.float32)
-        # What is as wide as the vocabulary and in float32: fresh memory would cost more than what is done with it.
-        rows = min(slots, plan.chunk_slots)
+        # What is as wide as the vocabulary and in float32: fresh memory would cost more than what is done with it, and
+        # on a CPU more than a few rows would leave its caches between one pass over them and the next.
+        rows = min(slots, plan.chunk_slots, _ROWS_AT_ONCE if hidden_states.device.type == "cpu" else slots)
         scratch = [hidden_states.new_empty(rows, width, dtype=torch.float32) for width in plan.widths]
         for begin in range(0, slots, plan.chunk_slots):
             part = slice(begin, begin + plan.chunk_slots)
@@ -196,25 +201,34 @@ class _VocabularyLoss(torch.autograd.Function):
                 if features is not None:
                     inputs.append(features[part].detach().requires_grad_(plan.differentiate))
                     parts.append(plan.correction(inputs[1]))
-            logits = scratch[0][: len(states)].copy_(parts[0].detach())
-            if features is not None:
-                logits += parts[1].detach()
             places, which = plan.places[part].unique_consecutive(return_inverse=True)
-            target_logits = scratch[2][: len(places)].copy_(plan.teacher(places))
-            losses, accept[part], gradient = slot_losses(
-                logits,
-                *draftable(target_logits, plan.draft_ids),
-                scratch[1][: len(states)],
-                which,
-                plan.labels[part],
-                plan.weights[part],
-                plan.alphas,
-                plan.differentiate,
-            )
-            sums += losses
+            taught = plan.teacher(places)
+            outer = {logits.dtype: torch.empty_like(logits) for logits in parts if plan.differentiate}
+            for first in range(0, len(states), rows):
+                some = slice(first, first + rows)
+                logits = scratch[0][: len(states[some])].copy_(parts[0][some].detach())
+                if features is not None:
+                    logits += parts[1][some].detach()
+                of_some, low = which[some], 0
+                here = taught
+                if rows < len(states):
+                    low, high = of_some[[0, -1]].tolist()
+                    here = taught[low : high + 1]
+                losses, accept[part][some], gradient = slot_losses(
+                    logits,
+                    *draftable(scratch[2][: len(here)].copy_(here), plan.draft_ids),
+                    scratch[1][: len(logits)],
+                    of_some - low,
+                    plan.labels[part][some],
+                    plan.weights[part][some],
+                    plan.alphas,
+                    plan.differentiate,
+                )
+                sums += losses
+                for gradients_of in outer.values():
+                    gradients_of[some] = gradient
             if plan.differentiate:
-                outer = [gradient.to(part.dtype) for part in parts]
-                pieces = torch.autograd.grad(parts, [*inputs, *parameters], outer)
+                pieces = torch.autograd.grad(parts, [*inputs, *parameters], [outer[logits.dtype] for logits in parts])
                 for position, piece in enumerate(pieces):
                     if position < len(inputs):
                         gradients[position][part] = piece

@@ -3,8 +3,8 @@
     python examples/training_speed.py --threads 2
 
 Plainly: logits of all slots and of the target's whole texts at once, the paper's formulas over them, and autograd
-through everything. Both have the demo pair, the same texts, anchors and dtypes, and each a process of its own, since
-its peak memory is that of the process.
+through everything. Both have the demo target, a new drafter for it that drafts from the whole vocabulary, the same
+texts, anchors and dtypes, and each a process of its own, since its peak memory is that of the process.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import time
 import torch
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.demo_target import demo_drafter_folder, load_demo_target
+from dspark_hf.demo_target import load_demo_target
+from dspark_hf.initialisation import choose_mask_token, drafter_config, start_from_target
 from dspark_hf.losses import LossWeights, block_losses
 from dspark_hf.teacher import Teacher
 from dspark_hf.training_blocks import PackedContext, TrainingBlocks, cut_blocks, draw_anchors
@@ -49,8 +50,11 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of a step and the process's peak memory, in MB above what the models take."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target, _ = load_demo_target()
-    drafter = DSparkDraftModel.from_pretrained(demo_drafter_folder(), dtype=torch.float32).train()
+    target, tokenizer = load_demo_target()
+    torch.manual_seed(0)
+    config = drafter_config(target, choose_mask_token(tokenizer), num_hidden_layers=3, block_size=7, markov_rank=64)
+    drafter = DSparkDraftModel(config)
+    start_from_target(drafter, target)
     target.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     shape = (args.rows, args.length)
