@@ -389,7 +389,7 @@ def _training_context(training: dict[str, Any]) -> dict[str, Any]:
         "prompts": ", ".join(prompts),
         "responses": _responses(data),
         "trained for": _counted(training, ("steps", "blocks", "supervised_tokens")),
-        "time": "" if seconds is None else f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.0f} s",
+        "time": "" if seconds is None else _duration(seconds),
         "machine": hardware_words(training["machine"]) if "machine" in training else "",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "command": "",
@@ -397,11 +397,26 @@ def _training_context(training: dict[str, Any]) -> dict[str, Any]:
     shown = {label: value for label, value in facts.items() if value}
     if "started_from" in training:
         shown["started from"] = f"`{training['started_from']}`"
+    if earlier := training.get("earlier_runs"):
+        shown["trained before that, run by run"] = "; ".join(map(_run_words, earlier))
     command = training.get("command")
     unknown = [label for label, value in facts.items() if not value and not (label == "command" and command)]
     if unknown:
         shown["not recorded"] = ", ".join(unknown)
     return {"facts": list(shown.items()), "command": shlex.join(map(str, command)) if command else None}
+
+
+def _run_words(run: dict[str, Any]) -> str:
+    words = [_counted(run, ("steps", "blocks", "supervised_tokens"))]
+    if "seconds" in run:
+        words.append(_duration(run["seconds"]))
+    if "started_from" in run:
+        words.append(f"from `{run['started_from']}`")
+    return ", ".join(filter(None, words))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.0f} s"
 
 
 def _responses(data: dict[str, Any]) -> str:

@@ -41,8 +41,11 @@ _TRAINING = {
     "supervised_tokens": int,
     "seconds": _NUMBER,
     "started_from": str,
+    "earlier_runs": list,
     "evaluations": list,
 }
+# Those that say of the drafter a run went on from how it was trained.
+RUN = ("command", "started_from", "steps", "blocks", "supervised_tokens", "seconds")
 _TRAINING_TARGET = {"id": str, "revision": str, "dtype": str}
 _TRAINING_DATA = {
     "prompts": (list, dict),
@@ -196,6 +199,15 @@ def read_training(path: Path) -> dict[str, Any]:
         training["target"] = _parts(path, training["target"], _TRAINING_TARGET, "target")
     if "data" in training:
         training["data"] = _training_data(path, training["data"])
+    training["earlier_runs"] = [
+        _parts(
+            path,
+            _object(path, entry, "an entry of earlier_runs"),
+            {name: _TRAINING[name] for name in RUN},
+            "earlier_runs",
+        )
+        for entry in training.get("earlier_runs", [])
+    ]
     training["evaluations"] = [
         _parts(path, _object(path, entry, "an entry of evaluations"), _TRAINING_EVALUATION, "evaluations")
         for entry in training.get("evaluations", [])

@@ -11,6 +11,7 @@ import yaml
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_callback import TrainerState
 
+from .card_inputs import RUN, read_training
 from .command_files import check_plot
 from .data import import_datasets, load_training_data, split_by_prompt
 from .demo_target import demo_drafter_folder
@@ -203,6 +204,8 @@ def train(
         "data": origin,
         "started_from": model_arguments.drafter or model_arguments.initialise_from,
     }
+    if earlier := earlier_runs(model_arguments.drafter):
+        provenance["earlier_runs"] = earlier
     decoding = DecodeEvaluation(target, tokenizer, held_out, arguments.decode_samples, arguments.decode_tokens)
     with reporting("the training"):
         try:
@@ -340,6 +343,25 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
         "supervised_tokens": sum(map(sum, samples["loss_mask"])),
     }
     return training, held_out, together | {"parts": origins}
+
+
+def earlier_runs(drafter: str | None) -> list[dict[str, Any]]:
+    """
+    How the drafter that a run goes on from was trained, the oldest run first, as far as a `training.json` in its folder
+    says.
+
+    Raises:
+        [`CommandError`]: if there is one that cannot be read.
+    """
+    if drafter is None:
+        return []
+    folder = demo_drafter_folder() if drafter == DEMO else Path(drafter).expanduser()
+    if not (folder / PROVENANCE_NAME).is_file():
+        return []
+    with reporting(f"--drafter {drafter!r}"):
+        training = read_training(folder / PROVENANCE_NAME)
+    last = {name: training[name] for name in RUN if name in training}
+    return [*training.get("earlier_runs", []), last]
 
 
 def make_drafter(

@@ -169,6 +169,18 @@ def test_parts_of_the_provenance_may_be_missing(folder, part):
         assert f"- not recorded: {missing[part]}\n" in section(card, "Training")
 
 
+def test_runs_that_a_drafter_went_on_from_are_told_of(folder):
+    first = {"command": ["dspark", "train"], "started_from": "random", "steps": 1500, "blocks": 2_000_000}
+    second = {"started_from": "first", "steps": 20, "blocks": 30, "supervised_tokens": 40, "seconds": 7200.0}
+    write(folder / "training.json", training() | {"started_from": "second", "earlier_runs": [first, second]})
+    told = section(render(folder), "Training")
+    assert "- started from: `second`\n" in told
+    assert (
+        "- trained before that, run by run: 1,500 steps, 2,000,000 blocks, from `random`; "
+        "20 steps, 30 blocks, 40 supervised tokens, 2.0 h, from `first`\n"
+    ) in told
+
+
 def test_figures_by_domain_and_regime(folder, tmp_path):
     acceptance = section(render(folder, evaluations=[write(tmp_path / "eval.json", evaluation())]), "Acceptance")
     rows = [line for line in acceptance.splitlines() if line.startswith("|")]
@@ -331,6 +343,8 @@ def broken(record: dict, path: str, value: object) -> dict:
         ("data.prompts", ["gsm8k"], "an entry of data.prompts is 'gsm8k'"),
         ("data.prompts", [{"count": 3}], "no `data.prompts.source`"),
         ("evaluations", [3], "an entry of evaluations is 3"),
+        ("earlier_runs", [3], "an entry of earlier_runs is 3"),
+        ("earlier_runs", [{"steps": "many"}], "`earlier_runs.steps` is 'many'"),
     ],
 )
 def test_wrong_provenance_is_refused(tmp_path, path, value, complaint):

@@ -79,7 +79,14 @@ def test_training_goes_on_from_a_drafter(folders, tmp_path):
     calibrated.save_pretrained(first)
     again = ("--drafter", str(first), "--freeze", "confidence_head", "--data", *[str(folders / "data")] * 2)
     assert cli.main(argv(folders, second, *again, "--block_size", "5")) == 0
-    data = json.loads((second / "training.json").read_text())["data"]
+    first_run, second_run = (json.loads((folder / "training.json").read_text()) for folder in (first, second))
+    assert "earlier_runs" not in first_run and second_run["started_from"] == str(first)
+    (before,) = second_run["earlier_runs"]
+    assert before == {name: first_run[name] for name in before} and before["blocks"] == first_run["blocks"] > 0
+    third = tmp_path / "third"
+    assert cli.main(argv(folders, third, "--drafter", str(second))) == 0
+    assert len(json.loads((third / "training.json").read_text())["earlier_runs"]) == 2
+    data = second_run["data"]
     assert data["samples"] == 48 and data["supervised_tokens"] == 48 * 34 and len(data["parts"]) == 2
     one, two = (DSparkDraftModel.from_pretrained(folder) for folder in (first, second))
     assert torch.equal(one.confidence_head.proj.weight, two.confidence_head.proj.weight)
