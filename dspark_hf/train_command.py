@@ -347,8 +347,8 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
 
 def earlier_runs(drafter: str | None) -> list[dict[str, Any]]:
     """
-    How the drafter that a run goes on from was trained, the oldest run first, as far as a `training.json` in its folder
-    says.
+    How the drafter that a run goes on from was trained, the oldest run first, as far as a `training.json` in its
+    folder says.
 
     Raises:
         [`CommandError`]: if there is one that cannot be read.
