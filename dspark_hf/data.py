@@ -67,7 +67,8 @@ def load_training_data(folder: str | Path) -> Dataset:
     """
     datasets = import_datasets()
     path = Path(folder).expanduser()
-    if files := sorted(path.glob("*.parquet")):
+    # A data set that was fetched from the Hub has them in a folder of their own.
+    if files := sorted(path.glob("*.parquet")) or sorted((path / "data").glob("*.parquet")):
         return _checked(datasets.Dataset(_read_tables(files, folder)), folder)
     if not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
         unfinished = path.with_name(path.name + ".work")

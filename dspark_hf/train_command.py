@@ -40,6 +40,8 @@ SHAPE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "target_layer_ids", "block_size", "mask_token_id"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "draft_vocab_size"),
 )
+# Options that make a new drafter what it is and have a default elsewhere; only the block can be changed later.
+NEW = ("block_size", "num_hidden_layers", "target_layer_ids", "markov_rank", "markov_head_type")
 PROVENANCE = "provenance.json"
 
 
@@ -58,13 +60,15 @@ class ModelArguments:
         default="random",
         metadata={"help": "What a new drafter starts from.", "choices": ["random", "target"]},
     )
-    num_hidden_layers: int = field(default=5, metadata={"help": "Depth of a new drafter."})
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "Depth of a new drafter; by default 5."})
     block_size: int | None = field(
         default=None, metadata={"help": "Draft tokens a round; by default 7, or those of `--drafter`."}
     )
-    markov_rank: int = field(default=256, metadata={"help": "Rank of a new drafter's sequential head; 0 for none."})
-    markov_head_type: str = field(
-        default="vanilla", metadata={"help": "Of a new drafter.", "choices": list(MARKOV_HEAD_TYPES)}
+    markov_rank: int | None = field(
+        default=None, metadata={"help": "Rank of a new drafter's sequential head; by default 256, 0 for none."}
+    )
+    markov_head_type: str | None = field(
+        default=None, metadata={"help": "Of a new drafter; by default vanilla.", "choices": list(MARKOV_HEAD_TYPES)}
     )
     confidence_head: bool = field(default=True, metadata={"help": "Whether a new drafter has a confidence head."})
     target_layer_ids: list[int] | None = field(
@@ -379,6 +383,7 @@ def make_drafter(
         with reporting(f"--drafter {arguments.drafter!r}"):
             source = demo_drafter_folder() if arguments.drafter == DEMO else arguments.drafter
             drafter = DSparkDraftModel.from_pretrained(source, dtype=torch.float32).to(target.device)
+            check_shape(arguments, drafter)
             # They were fitted to the weights that are about to change.
             drafter.config.confidence_temperatures = None
             if arguments.block_size is not None:  # no weight depends on it
@@ -392,11 +397,7 @@ def make_drafter(
         config = drafter_config(
             target,
             mask_token_id,
-            num_hidden_layers=arguments.num_hidden_layers,
-            block_size=7 if arguments.block_size is None else arguments.block_size,
-            target_layer_ids=arguments.target_layer_ids,
-            markov_rank=arguments.markov_rank,
-            markov_head_type=arguments.markov_head_type,
+            **{name: value for name in NEW if (value := getattr(arguments, name)) is not None},
             enable_confidence_head=arguments.confidence_head,
             draft_vocab_size=size,
         )
@@ -406,6 +407,19 @@ def make_drafter(
         if arguments.initialise_from == "target":
             start_from_target(drafter, target)
     return drafter.to(target.device)
+
+
+def check_shape(arguments: ModelArguments, drafter: DSparkDraftModel) -> None:
+    """
+    Refuse options of a new drafter that are not those of the one to go on from.
+
+    Raises:
+        `ValueError`: naming the first.
+    """
+    for name in (*NEW[1:], "mask_token_id"):
+        given, own = getattr(arguments, name), getattr(drafter.config, name)
+        if given is not None and given != own:
+            raise ValueError(f"its `{name}` is {own}; training does not change that: leave out --{name} {given}")
 
 
 def with_lora(drafter: DSparkDraftModel, rank: int) -> Any:

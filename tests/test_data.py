@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import shutil
 
 import datasets
 import pytest
@@ -130,6 +131,9 @@ def test_loading_parquet_files(tmp_path):
     for name, part in (("a", records()[:2]), ("b", records()[2:])):
         datasets.Dataset.from_list(part).to_parquet(str(tmp_path / f"{name}.parquet"))
     assert data.load_training_data(tmp_path).to_list() == records()
+    fetched = tmp_path / "fetched"  # from the Hub
+    shutil.copytree(tmp_path, fetched / "data", ignore=shutil.ignore_patterns("fetched"))
+    assert data.load_training_data(fetched).to_list() == records()
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="Parquet files that cannot be read together"):
         data.load_training_data(tmp_path)

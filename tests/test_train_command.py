@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import FIXTURES
 from tiny import character_tokenizer, reduced_drafter
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from dspark_hf import DSparkDraftModel, cli
 from dspark_hf.initialisation import (
@@ -96,6 +96,22 @@ def test_training_goes_on_from_a_drafter(folders, tmp_path):
     assert one.config.confidence_temperatures and two.config.confidence_temperatures is None
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "own"),
+    [("num_hidden_layers", 7, 1), ("markov_head_type", "rnn", "vanilla"), ("mask_token_id", 3, 95)],
+)
+def test_a_drafter_to_go_on_from_keeps_its_shape(folders, tmp_path, capsys, option, value, own):
+    first = tmp_path / "first"
+    target = AutoModelForCausalLM.from_pretrained(folders / "target")
+    config = drafter_config(target, mask_token_id=95, num_hidden_layers=1, markov_rank=8)
+    DSparkDraftModel(config).save_pretrained(first)
+    capsys.readouterr()
+    wrong = argv(folders, tmp_path / "second", "--drafter", str(first), f"--{option}", str(value))
+    assert cli.main(wrong) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"its `{option}` is {own}; training does not change that: leave out --{option} {value}" in message
+
+
 def test_a_run_that_is_done_stays_as_it_is(folders, tmp_path, capsys):
     output = tmp_path / "drafter"
     saving = ("--save_strategy", "steps", "--save_steps", "4")
@@ -130,6 +146,7 @@ def test_lora_goes_on_from_a_drafter_in_another_format(folders, tmp_path):
     output = tmp_path / "drafter"
     saving = ("--save_strategy", "steps", "--save_steps", "2")
     source = ("--drafter", str(FIXTURES / "deepspec-vanilla" / "drafter"), "--lora_rank", "2")
+    source += ("--num_hidden_layers", "2", "--markov_rank", "16")  # as it is
     assert cli.main(argv(folders, output, *source, *saving)) == 0
     assert (output / "checkpoint-2" / "adapter_model.safetensors").is_file()
     DSparkDraftModel.from_pretrained(output)
@@ -194,7 +211,8 @@ def test_options_come_from_a_file_and_the_command_line_goes_before_it(tmp_path):
         (["--lora_rank", "-1"], ["--lora_rank -1"]),
         (["--seed", "-1"], ["--seed -1"]),
         (["--report_to", "foo"], ["foo"]),
-        (["--drafter", "demo"], ["vocab_size"]),
+        (["--drafter", "demo"], ["--drafter 'demo'", "its `num_hidden_layers` is 3", "leave out"]),
+        (["--drafter", "demo", *"--num_hidden_layers 3 --markov_rank 64 --mask_token_id 7".split()], ["vocab_size"]),
         (["--resume_from_checkpoint", "/nope"], ["--resume_from_checkpoint '/nope'", "no checkpoint"]),
         (["--freeze", "backbone", "markov_head", "confidence_head"], ["`freeze`", "nothing of this drafter"]),
         (["--initialise_from", "Target"], ["--initialise_from", "invalid choice"]),
