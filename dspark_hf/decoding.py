@@ -454,8 +454,8 @@ class _Run:
         if len(keep) == len(self.active):
             return
         if not self.returns_cache:  # nothing keeps the rows in order: the last ones fill the gaps, so that few move
-            moved = [index for index in keep if index >= len(keep)]
-            keep = [index if index in keep else moved.pop() for index in range(len(keep))]
+            stay, moved = set(keep), [index for index in keep if index >= len(keep)]
+            keep = [index if index in stay else moved.pop() for index in range(len(keep))]
         self.stream.keep_rows(keep)
         if keep:
             self.drafts.keep_rows(keep)
