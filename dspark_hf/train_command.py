@@ -339,14 +339,14 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
     if arguments.max_samples is not None and arguments.max_samples < len(training):
         training = training.shuffle(seed=seed).select(range(arguments.max_samples))
     held_out = held_out.shuffle(seed=seed).select(range(min(len(held_out), arguments.max_held_out)))
-    if len(origins) == 1:
+    if len(origins) == 1 and "samples" in origins[0]:
         return training, held_out, origins[0]
     together = {
         "samples": len(samples),
         "tokens": sum(map(len, samples["input_ids"])),
         "supervised_tokens": sum(map(sum, samples["loss_mask"])),
     }
-    return training, held_out, together | {"parts": origins}
+    return training, held_out, together | (origins[0] if len(origins) == 1 else {"parts": origins})
 
 
 def earlier_runs(drafter: str | None) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`dspark train`: from data to a drafter that decodes, and errors of one line."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dspark_hf.initialisation import (
     spread_taps,
     start_from_target,
 )
-from dspark_hf.train_command import parse
+from dspark_hf.train_command import parse, read_data
 
 
 datasets = pytest.importorskip("datasets")
@@ -69,6 +70,18 @@ def test_a_new_drafter_is_trained_and_saved(folders, tmp_path):
     assert cli.main(["card", str(output), "--output", str(tmp_path / "card.md")]) == 0
     assert f"greedy {lengths['greedy']:.2f}, temperature 1" in (tmp_path / "card.md").read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_texts_are_counted_where_their_maker_did_not(folders, tmp_path):
+    shutil.copytree(folders / "data", tmp_path / "data")
+    (tmp_path / "data" / "provenance.json").write_text(json.dumps({"parts": [{"from": "elsewhere"}]}))
+    _, data, _ = parse(["--output_dir", "x", "--use_cpu", "True", "--data", str(tmp_path / "data")])
+    assert read_data(data, 0)[2] == {
+        "samples": 24,
+        "tokens": 24 * 40,
+        "supervised_tokens": 24 * 34,
+        "parts": [{"from": "elsewhere"}],
+    }
 
 
 def test_training_goes_on_from_a_drafter(folders, tmp_path):
