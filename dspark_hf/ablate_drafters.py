@@ -274,5 +274,5 @@ def notes(entries: Sequence[dict[str, Any]]) -> list[str]:
             "Longer blocks cost more a round as well; `dspark bench` and `dspark ablate cost` say what is left of it."
         )
     if all(entry["facts"]["data"] is None for entry in entries):
-        told.append(f"No {TRAINING_NAME} beside any of them: what they were trained on is not known.")
+        told.append(f"What texts they were trained on is not known: no {TRAINING_NAME} beside them names any.")
     return told
