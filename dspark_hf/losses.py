@@ -209,24 +209,21 @@ class _VocabularyLoss(torch.autograd.Function):
                 logits = scratch[0][: len(states[some])].copy_(parts[0][some].detach())
                 if features is not None:
                     logits += parts[1][some].detach()
-                of_some, low = which[some], 0
-                here = taught
-                if rows < len(states):
-                    low, high = of_some[[0, -1]].tolist()
-                    here = taught[low : high + 1]
+                low, high = which[some][[0, -1]].tolist()
+                here = taught[low : high + 1]
                 losses, accept[part][some], gradient = slot_losses(
                     logits,
                     *draftable(scratch[2][: len(here)].copy_(here), plan.draft_ids),
                     scratch[1][: len(logits)],
-                    of_some - low,
+                    which[some] - low,
                     plan.labels[part][some],
                     plan.weights[part][some],
                     plan.alphas,
                     plan.differentiate,
                 )
                 sums += losses
-                for gradients_of in outer.values():
-                    gradients_of[some] = gradient
+                for slopes in outer.values():
+                    slopes[some] = gradient
             if plan.differentiate:
                 pieces = torch.autograd.grad(parts, [*inputs, *parameters], [outer[logits.dtype] for logits in parts])
                 for position, piece in enumerate(pieces):

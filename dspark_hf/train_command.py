@@ -40,8 +40,8 @@ SHAPE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "target_layer_ids", "block_size", "mask_token_id"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "draft_vocab_size"),
 )
-# Options that make a new drafter what it is and have a default elsewhere; only the block can be changed later.
-NEW = ("block_size", "num_hidden_layers", "target_layer_ids", "markov_rank", "markov_head_type")
+# Options that make a new drafter what it is, and that no training changes.
+NEW = ("num_hidden_layers", "target_layer_ids", "markov_rank", "markov_head_type")
 PROVENANCE = "provenance.json"
 
 
@@ -397,7 +397,7 @@ def make_drafter(
         config = drafter_config(
             target,
             mask_token_id,
-            **{name: value for name in NEW if (value := getattr(arguments, name)) is not None},
+            **{name: value for name in ("block_size", *NEW) if (value := getattr(arguments, name)) is not None},
             enable_confidence_head=arguments.confidence_head,
             draft_vocab_size=size,
         )
@@ -416,7 +416,7 @@ def check_shape(arguments: ModelArguments, drafter: DSparkDraftModel) -> None:
     Raises:
         `ValueError`: naming the first.
     """
-    for name in (*NEW[1:], "mask_token_id"):
+    for name in (*NEW, "mask_token_id"):
         given, own = getattr(arguments, name), getattr(drafter.config, name)
         if given is not None and given != own:
             raise ValueError(f"its `{name}` is {own}; training does not change that: leave out --{name} {given}")
