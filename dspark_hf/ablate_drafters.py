@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from .ablate import write_report
 from .ablate_report import Report, Sheet, differences_sheet, plot_drafters
-from .card_inputs import TRAINING_NAME, read_training
+from .card_inputs import TRAINING_NAME
 from .command_files import check_outputs
 from .evaluation import RATIOS, Batch, Setting, decode_texts, measure, summarise
 from .intervals import mean_ratio_difference_interval
 from .loading import (
-    DEMO,
     CommandError,
     Pair,
     check_drafting,
@@ -26,6 +25,7 @@ from .loading import (
     load_pair,
     regime,
     reporting,
+    training_record,
 )
 from .tasks import read_tasks
 
@@ -182,7 +182,7 @@ def facts_of(drafter: DSparkDraftModel, name: str) -> dict[str, Any]:
     """
     config = drafter.config
     head = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
-    training = _training(name)
+    training = training_record(name, "--drafters")
     data = training.get("data", {})
     return {
         "block_size": config.block_size,
@@ -197,27 +197,6 @@ def facts_of(drafter: DSparkDraftModel, name: str) -> dict[str, Any]:
         "steps": training.get("steps"),
         "supervised_tokens": training.get("supervised_tokens"),
     }
-
-
-def _training(name: str) -> dict[str, Any]:
-    """The parts of a drafter's `training.json` that are known; none if there is no such file."""
-    from transformers.utils import cached_file
-
-    folder = Path(name).expanduser()
-    if name == DEMO:
-        return {}
-    if folder.is_dir():
-        path = folder / TRAINING_NAME
-    else:
-        found = cached_file(
-            name, TRAINING_NAME, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        path = None if found is None else Path(found)
-    if path is None or not path.is_file():
-        return {}
-    with reporting(f"--drafters {name!r}"):
-        return read_training(path)
 
 
 def mixture(data: dict[str, int | None] | None) -> str | None:

@@ -183,6 +183,28 @@ def load_drafter(drafter: str, target: PreTrainedModel) -> DSparkDraftModel:
         return DSparkDraftModel.from_pretrained(source, dtype=target.dtype).to(target.device).eval()
 
 
+def training_record(drafter: str, option: str) -> dict[str, Any]:
+    """How a drafter was trained, as far as the `training.json` beside it says; nothing if there is none.
+
+    Args:
+        drafter (`str`): folder or Hub id; `"demo"` is the bundled drafter.
+        option (`str`): that named it, for messages.
+
+    Raises:
+        `CommandError`: the file cannot be read.
+    """
+    from .card_inputs import TRAINING_NAME, read_training
+    from .demo_target import demo_drafter_folder
+    from .modeling.checkpoint_loading import find_file
+
+    source = demo_drafter_folder() if drafter == DEMO else drafter
+    file = find_file(source, TRAINING_NAME, {"_raise_exceptions_for_connection_errors": False})
+    if file is None:
+        return {}
+    with reporting(f"{option} {drafter!r}"):
+        return read_training(Path(file))
+
+
 def load_target(target: str, dtype: str, device: str, threads: int | None) -> tuple[PreTrainedModel, str | Path]:
     """Load a target alone, the arguments being those of [`load_pair`].
 

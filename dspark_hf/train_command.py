@@ -11,7 +11,7 @@ import yaml
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_callback import TrainerState
 
-from .card_inputs import RUN, read_training
+from .card_inputs import RUN, TRAINING_NAME
 from .command_files import check_plot
 from .data import import_datasets, load_training_data, split_by_prompt
 from .demo_target import demo_drafter_folder
@@ -22,11 +22,11 @@ from .initialisation import (
     frequent_tokens,
     start_from_target,
 )
-from .loading import DEMO, DTYPES, CommandError, check_source, load_target, load_tokenizer, reporting
+from .loading import DEMO, DTYPES, CommandError, check_source, load_target, load_tokenizer, reporting, training_record
 from .modeling import DSparkDraftModel
 from .modeling.configuration_dspark import MARKOV_HEAD_TYPES
 from .target_outputs import text_config
-from .trainer import PROVENANCE_NAME, STATE_NAME, DSparkTrainer, inner_drafter, is_whole, last_whole_checkpoint
+from .trainer import STATE_NAME, DSparkTrainer, inner_drafter, is_whole, last_whole_checkpoint
 from .training_arguments import DSparkTrainingArguments
 from .training_callbacks import DecodeEvaluation, plot_run
 
@@ -252,11 +252,11 @@ def train(
 
 def is_done(checkpoint: Path, arguments: DSparkTrainingArguments) -> bool:
     """Whether a run has all its steps, or all its time, and has saved what came of it."""
-    if not (Path(arguments.output_dir) / PROVENANCE_NAME).is_file():
+    if not (Path(arguments.output_dir) / TRAINING_NAME).is_file():
         return False
     step = TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
     if arguments.time_limit is not None:
-        origin = json.loads((checkpoint / PROVENANCE_NAME).read_text(encoding="utf-8"))
+        origin = json.loads((checkpoint / TRAINING_NAME).read_text(encoding="utf-8"))
         return origin["seconds"] >= 60 * arguments.time_limit
     return 0 < arguments.max_steps <= step
 
@@ -274,7 +274,7 @@ def check_resumed(checkpoint: Path, drafter: DSparkDraftModel, provenance: dict[
         now = json.loads(json.dumps(drafter.config.to_dict()))
         changed = [name for name in SHAPE if begun.get(name) != now[name]]
         other = [f"{name} {begun.get(name)} there and {now[name]} here" for name in changed]
-    begun = json.loads((checkpoint / PROVENANCE_NAME).read_text(encoding="utf-8"))
+    begun = json.loads((checkpoint / TRAINING_NAME).read_text(encoding="utf-8"))
     now = json.loads(json.dumps(provenance))
     for name, words in (("target", "another target"), ("data", "other data"), ("started_from", "another start")):
         if begun[name] != now[name]:
@@ -351,19 +351,15 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
 
 def earlier_runs(drafter: str | None) -> list[dict[str, Any]]:
     """
-    How the drafter that a run goes on from was trained, the oldest run first, as far as a `training.json` in its
-    folder says.
+    How the drafter that a run goes on from was trained, the oldest run first, as far as a `training.json`
+    beside it says.
 
     Raises:
         [`CommandError`]: if there is one that cannot be read.
     """
-    if drafter is None:
+    training = {} if drafter is None else training_record(drafter, "--drafter")
+    if not training:
         return []
-    folder = demo_drafter_folder() if drafter == DEMO else Path(drafter).expanduser()
-    if not (folder / PROVENANCE_NAME).is_file():
-        return []
-    with reporting(f"--drafter {drafter!r}"):
-        training = read_training(folder / PROVENANCE_NAME)
     last = {name: training[name] for name in RUN if name in training}
     return [*training.get("earlier_runs", []), last]
 

@@ -24,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .candidate_generator import check_fits
 from .card import CardSources
+from .card_inputs import TRAINING_NAME
 from .environment import machine, package_versions
 from .files import write_json
 from .hub import push_drafter
@@ -36,7 +37,6 @@ from .training_arguments import DSparkTrainingArguments
 from .training_blocks import PackedContext, cut_blocks, draw_anchors
 
 
-PROVENANCE_NAME = "training.json"
 STATE_NAME = "trainer_state.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 # What a decoding at an evaluation calls its results, before the way it decoded.
@@ -340,7 +340,7 @@ class DSparkTrainer(Trainer):
         staging = folder / ".saving"
         super().save_model(str(staging), _internal_call=True)
         if self.args.should_save:
-            write_json(staging / PROVENANCE_NAME, self.origin())
+            write_json(staging / TRAINING_NAME, self.origin())
             for file in sorted(staging.rglob("*")):
                 if file.is_file():
                     place = folder / file.relative_to(staging)
@@ -422,7 +422,7 @@ class DSparkTrainer(Trainer):
                 "whole; name another one, or pass True for the last one that was."
             )
         self._resumed_origin = {}
-        if resume_from_checkpoint and (found := Path(resume_from_checkpoint) / PROVENANCE_NAME).exists():
+        if resume_from_checkpoint and (found := Path(resume_from_checkpoint) / TRAINING_NAME).exists():
             self._resumed_origin = json.loads(found.read_text(encoding="utf-8"))
         self._began = time.monotonic()
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
