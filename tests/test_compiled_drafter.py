@@ -143,7 +143,7 @@ def test_copies_and_files_hold_nothing_compiled(tiny_target, tmp_path):
     ("backend", "chosen"),
     [
         ("eager", ["test_exactness.py"]),
-        ("eager", ["test_parity.py", "test_batches.py"]),
+        ("eager", ["test_parity.py", "test_outputs.py", "test_prompts.py", "test_batches.py"]),
         pytest.param("inductor", ["test_exactness.py", "-k", "each_head"], marks=needs_compiler),
     ],
     ids=["exactness", "parity", "exactness, built"],

@@ -4,18 +4,14 @@ each option is checked.
 """
 
 import itertools
-import json
-import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import load_drafter
 from test_exactness import (
     PROMPT,
     Favour,
@@ -27,8 +23,8 @@ from test_exactness import (
     speculative_distribution,
     target_distribution,
 )
-from tiny import encode, random_drafter, random_target
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from tiny import random_drafter, random_target
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from dspark_hf import DSparkDraftModel, decoding, scheduling
 from dspark_hf.profiles import DraftCurve, Profile, StepCurve, use_profile
@@ -40,7 +36,6 @@ from dspark_hf.scheduling import (
     best_capacity,
     lengths_by_capacity,
 )
-from dspark_hf.statistics import Decision
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -410,267 +405,3 @@ def test_every_outcome_with_pauses_and_probes(starts, schedule, floors, new, mon
     check(found, of_rows(*(cycle(start[-1], new) for start in starts)), walk)
     assert {(2, 0), (2, 2)} <= drawn
     assert new == 3 or any(each[-2:-1] == (0,) and each[-1] > 0 for each in drawn)  # a probe
-
-
-# What was decided can be read
-
-
-PLAIN_SECONDS, BY_TOKEN, BY_CONTEXT, JUDGE = 1.0, 0.06, 0.002, 0.01
-
-
-def linear_profile(draft: float = 1.0) -> Profile:
-    """Everything in straight lines, so that a line tells what a round costs; `draft` scales the drafter's part."""
-    tokens, rows = [1, 8, 24], [1, 4]
-    steps = [
-        StepCurve(context, tokens, [PLAIN_SECONDS + BY_TOKEN * count + BY_CONTEXT * context for count in tokens])
-        for context in (1, 100)
-    ]
-    one, whole = [draft * (0.03 + 0.01 * count) for count in rows], [draft * (0.06 + 0.04 * count) for count in rows]
-    return Profile({}, 7, steps, DraftCurve(rows, one, whole), judge_greedy=JUDGE)
-
-
-def seconds_of_a_round(rows: int, sent: int, context: float, slots: int) -> float:
-    verify = PLAIN_SECONDS + (BY_TOKEN + JUDGE) * (rows + sent) + BY_CONTEXT * context
-    one, whole = 0.03 + 0.01 * rows, 0.06 + 0.04 * rows
-    return verify + one + (whole - one) * (slots - 1) / 6
-
-
-TEXTS = ("Tom has 5 apples and buys 3 more. How many", "The quick", " A farmer sold\n")
-
-
-def decode(target: PreTrainedModel, drafter: DSparkDraftModel, profile: Profile | None = None, **options: Any) -> Any:
-    inputs = encode(*options.pop("texts", TEXTS))
-    options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True} | options
-    with use_profile(profile) if profile is not None else nullcontext():
-        return target.generate(**inputs, **options, assistant_model=drafter)
-
-
-@pytest.mark.parametrize("temperatures", [None, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0]])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_log_says_what_was_decided_and_why(schedule, temperatures, tiny_target, monkeypatch):
-    monkeypatch.setattr(Scheduler, "_pays", lambda *arguments: True)  # so that there is something to log
-    drafter = load_drafter("deepspec-vanilla")
-    if temperatures is not None:
-        drafter.config.confidence_temperatures = [{"sampling_temperature": 0.0, "temperatures": temperatures}]
-    stats = decode(tiny_target, drafter, linear_profile(), num_assistant_tokens_schedule=schedule).speculative_stats
-    held = {row: len(text) + 1 for row, text in enumerate(TEXTS)}  # padding does not count
-    total = Counter()
-    assert [decision.round for decision in stats.decisions] == list(range(1, len(stats.decisions) + 1))
-    compared = []
-    drafted = [decision for decision in stats.decisions if decision.survivals is not None]
-    assert {len(decision.survivals[0]) for decision in drafted} > {7} and len(drafted) > 8
-    assert {len(decision.rows) for decision in drafted} > {3}
-    for decision in stats.decisions:
-        rows, lengths, slots = len(decision.rows), decision.verify_lengths, 0
-        if decision in drafted:
-            slots = len(decision.survivals[0])
-            check_survivals(decision, (temperatures or [1.0] * 7)[:slots])
-            context = sum(held[row] for row in decision.rows) / rows
-            expected = rows + sum(sum(v[:length]) for v, length in zip(decision.survivals, lengths, strict=True))
-            theta = expected / seconds_of_a_round(rows, sum(lengths), context, slots)
-            assert decision.throughput == (pytest.approx(theta) if schedule in HARDWARE_AWARE else None)
-            assert (decision.capacity is not None) == (schedule == LAGGED and decision.round > 2)
-            if decision.capacity is not None:
-                before = stats.decisions[decision.round - 3]
-                known = dict(zip(before.rows, before.survivals, strict=True))
-                past = [value for row in decision.rows for value in known[row][:slots]]
-                if len(past) == rows * slots:  # that round drew as many
-                    compared.append(decision)
-                    assert decision.capacity == capacity_of(past, rows, context, slots)
-                assert sum(lengths) <= decision.capacity
-        for row, length, accepted in zip(decision.rows, lengths, decision.accepted, strict=True):
-            assert 0 <= accepted <= length <= slots
-            assert held[row] - len(TEXTS[row]) + length < 40  # and there is room for the target's own
-            held[row] += accepted + 1
-            total.update({(row, "rounds"): 1, (row, "drafted"): slots})
-            total.update({(row, "verified"): length, (row, "accepted"): accepted})
-        json.dumps(asdict(decision))
-    for name in ("rounds", "drafted", "verified", "accepted"):
-        counts = [total[row, name] for row in range(3)]
-        assert counts == [getattr(row, name) for row in stats.rows] and sum(counts) == getattr(stats, name)
-    assert stats.accepted > 0
-    assert schedule != LAGGED or len(compared) > len(drafted) / 2
-
-
-def capacity_of(survivals: list[float], rows: int, context: float, slots: int) -> int:
-    """The number of drafts, the likeliest first, that promises the most tokens a second."""
-    best = sorted(survivals, reverse=True)
-    rates = [
-        (rows + sum(best[:sent])) / seconds_of_a_round(rows, sent, context, slots) for sent in range(len(best) + 1)
-    ]
-    return rates.index(max(rates))
-
-
-def check_survivals(decision: Decision, temperatures: list[float]) -> None:
-    """Of each row as many as were drawn, and what the confidence logits and temperatures make them."""
-    for survivals, logits in zip(decision.survivals, decision.confidence_logits, strict=True):
-        calibrated = torch.tensor(logits, dtype=torch.float64) / torch.tensor(temperatures)
-        assert survivals == pytest.approx(calibrated.sigmoid().cumprod(dim=0).tolist())
-
-
-def test_rounds_without_drafts_are_logged_and_counted(tiny_target, monkeypatch):
-    monkeypatch.setattr(scheduling, "_PROBE_SHARE", 100.0)  # dear as it is, the drafter is tried again in this text
-    drafter = load_drafter("deepspec-vanilla")
-    out = decode(tiny_target, drafter, linear_profile(draft=100.0), num_assistant_tokens_schedule="hardware_aware")
-    stats = out.speculative_stats
-    drafted = [decision.survivals is not None for decision in stats.decisions]
-    assert drafted[:18] == [True, True, *[False] * 16] and drafted[18]
-    assert stats.rounds == sum(len(decision.rows) for decision in stats.decisions) and stats.drafted > 0
-    for decision in itertools.compress(stats.decisions, [not each for each in drafted]):
-        assert decision.confidence_logits is decision.throughput is decision.capacity is None
-        assert decision.verify_lengths == decision.accepted == [0] * len(decision.rows)
-    plain = decode(tiny_target, None)
-    assert out.sequences.tolist() == plain.sequences.tolist()
-
-
-def test_whole_blocks_are_logged_with_survivals_if_there_are_any(tiny_target):
-    for folder in ("deepspec-vanilla", "deepspec-noconf"):
-        decisions = decode(tiny_target, load_drafter(folder)).speculative_stats.decisions
-        block_size = 7 if folder == "deepspec-vanilla" else 6
-        assert decisions[0].verify_lengths == [block_size] * 3
-        for decision in decisions[:-1]:
-            assert (decision.survivals is None) == (decision.confidence_logits is None) == (block_size == 6)
-            assert decision.throughput is decision.capacity is None and max(decision.verify_lengths) > 0
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_is_logged_unless_a_dict_is_returned(schedule, tiny_target):
-    drafter = load_drafter("deepspec-rnn")
-    decode(
-        tiny_target, drafter, linear_profile(), num_assistant_tokens_schedule=schedule, return_dict_in_generate=False
-    )
-    stats = drafter.speculative_stats
-    assert stats.decisions == [] and stats.verified > 0
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_statistics_stay_plain_values(schedule, tiny_target):
-    out = decode(tiny_target, load_drafter("deepspec-gated"), linear_profile(), num_assistant_tokens_schedule=schedule)
-    values = out.speculative_stats.to_dict()
-    assert json.loads(json.dumps(values)) == values
-    assert "decisions" not in values and len(values["rows"]) == 3
-
-
-def test_seeds_give_the_same_decisions_again(tiny_target):
-    drafter, runs = load_drafter("deepspec-rnn"), []
-    for _ in range(2):
-        torch.manual_seed(5)
-        out = decode(
-            tiny_target, drafter, linear_profile(), num_assistant_tokens_schedule=LAGGED, do_sample=True, top_k=0
-        )
-        runs.append((out.sequences.tolist(), list(map(asdict, out.speculative_stats.decisions))))
-    assert runs[0] == runs[1]
-
-
-# Options
-
-
-def lengths_sent(output: Any) -> list[list[int]]:
-    return [decision.verify_lengths for decision in output.speculative_stats.decisions]
-
-
-@pytest.mark.parametrize("where", ["call", "drafter"])
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("num_assistant_tokens_schedule", "heuristic", "'heuristic'; .* one of constant, confidence, hardware_aware"),
-        ("assistant_confidence_threshold", 1.1, "is 1.1; it is a probability"),
-        ("assistant_confidence_threshold", True, "is True"),
-        ("min_verify_length", -1, "is -1; it must be an integer of at least 0"),
-        ("min_verify_length", 1.0, "is 1.0; it must be an integer"),
-        ("min_verify_length", True, "is True; it must be an integer"),
-        ("max_starved_rounds", 0, "is 0; it must be an integer of at least 1"),
-        ("max_starved_rounds", "3", "is '3'; it must be an integer"),
-        ("draft_context_window", 0, "is 0; it must be an integer of at least 1"),
-        ("draft_context_window", True, "is True; it must be an integer"),
-        ("draft_top_k", 0, "is 0; it must be an integer of at least 1"),
-    ],
-)
-def test_values_that_cannot_be_are_refused(where, name, value, message, tiny_target):
-    drafter = load_drafter("deepspec-vanilla")
-    config = GenerationConfig(max_new_tokens=4, **({name: value} if where == "call" else {}))
-    if where == "drafter":
-        setattr(drafter.generation_config, name, value)
-    with pytest.raises(ValueError, match=f"`{name}` {message}" if message.startswith("is ") else message):
-        tiny_target.generate(**encode(TEXTS[0]), generation_config=config, assistant_model=drafter)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
-def test_schedules_by_confidence_need_a_confidence_head(schedule, tiny_target):
-    drafter = load_drafter("deepspec-noconf")
-    with pytest.raises(ValueError, match="no confidence head; set it to"):
-        decode(tiny_target, drafter, num_assistant_tokens_schedule=schedule)
-    drafter.generation_config.num_assistant_tokens_schedule = schedule
-    with pytest.raises(ValueError, match="no confidence head; set it to"):
-        decode(tiny_target, drafter)
-    drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    assert decode(tiny_target, drafter).speculative_stats.verified > 0
-
-
-def test_the_drafters_defaults_hold_and_a_call_goes_before_them(tiny_target):
-    drafter = load_drafter("deepspec-vanilla")
-    whole = lengths_sent(decode(tiny_target, drafter))
-    cut = lengths_sent(decode(tiny_target, drafter, assistant_confidence_threshold=0.7))
-    assert sum(map(sum, cut)) / len(cut) < sum(map(sum, whole)) / len(whole)
-    drafter.generation_config.assistant_confidence_threshold = 0.7  # which is a schedule by itself
-    assert lengths_sent(decode(tiny_target, drafter)) == cut
-    assert lengths_sent(decode(tiny_target, drafter, assistant_confidence_threshold=0.0)) == whole
-    drafter.generation_config.num_assistant_tokens_schedule = "hardware_aware"
-    by_throughput = decode(tiny_target, drafter, linear_profile())
-    assert by_throughput.speculative_stats.decisions[0].throughput is not None
-    assert lengths_sent(decode(tiny_target, drafter, num_assistant_tokens_schedule="confidence")) == cut
-    # Transformers' own default cannot be told from the same value given: whole blocks are asked for in another way.
-    ignored = decode(tiny_target, drafter, linear_profile(), num_assistant_tokens_schedule="constant")
-    assert lengths_sent(ignored) == lengths_sent(by_throughput)
-    whole_blocks = {"num_assistant_tokens_schedule": "confidence", "assistant_confidence_threshold": 0.0}
-    assert lengths_sent(decode(tiny_target, drafter, **whole_blocks)) == whole
-
-
-def test_floors_hold_in_the_loop(tiny_target):
-    drafter = load_drafter("deepspec-vanilla")
-    options = {"num_assistant_tokens_schedule": "confidence", "assistant_confidence_threshold": 1.0}
-    assert set(map(sum, lengths_sent(decode(tiny_target, drafter, **options)))) == {0}
-    drafter.generation_config.min_verify_length = 2
-    lengths = lengths_sent(decode(tiny_target, drafter, **options))
-    assert {tuple(each) for each in lengths[:5]} == {(2, 2, 2)}
-    call = GenerationConfig(min_verify_length=1, max_new_tokens=8, return_dict_in_generate=True, **options)
-    out = tiny_target.generate(**encode(*TEXTS), generation_config=call, assistant_model=drafter)
-    assert lengths_sent(out)[0] == [1, 1, 1]
-
-
-def test_a_drafter_keeps_its_schedule_when_it_is_saved(tiny_target, tmp_path):
-    drafter = load_drafter("deepspec-vanilla")
-    given = {
-        "num_assistant_tokens_schedule": LAGGED,
-        "assistant_confidence_threshold": 0.3,
-        "min_verify_length": 1,
-        "max_starved_rounds": 5,
-        "draft_context_window": 9,
-        "draft_top_k": 20,
-    }
-    for name, value in given.items():
-        setattr(drafter.generation_config, name, value)
-    drafter.save_pretrained(tmp_path)
-    loaded = DSparkDraftModel.from_pretrained(tmp_path)
-    assert {name: getattr(loaded.generation_config, name) for name in given} == given
-    first, second = (decode(tiny_target, each, linear_profile()).speculative_stats for each in (drafter, loaded))
-    assert list(map(asdict, first.decisions)) == list(map(asdict, second.decisions))
-    assert any(decision.capacity is not None for decision in second.decisions)
-
-
-@pytest.mark.parametrize("schedule", HARDWARE_AWARE)
-def test_without_a_profile_the_threshold_decides_and_that_is_said_once(schedule, tiny_target, caplog):
-    decoding._warn_once.cache_clear()
-    drafter = load_drafter("deepspec-vanilla")
-    by_threshold = decode(tiny_target, drafter, num_assistant_tokens_schedule="confidence")
-    drafter.generation_config.num_assistant_tokens_schedule = schedule
-    with caplog.at_level(logging.WARNING, logger="dspark_hf"):
-        fallen_back = [decode(tiny_target, drafter).speculative_stats for _ in range(2)]
-    for stats in fallen_back:
-        assert list(map(asdict, stats.decisions)) == list(map(asdict, by_threshold.speculative_stats.decisions))
-        for decision in stats.decisions[:4]:  # while there is room for whole blocks
-            for values, length in zip(decision.survivals, decision.verify_lengths, strict=True):
-                assert length == sum(value >= 0.4 for value in values)
-    messages = [record.getMessage() for record in caplog.records if "no profile" in record.getMessage()]
-    assert len(messages) == 1
-    assert schedule in messages[0] and "dspark profile" in messages[0] and "0.4" in messages[0]
