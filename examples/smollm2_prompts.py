@@ -1,5 +1,5 @@
 """Prompts to train a drafter on, from nothing but the installed packages: code, contest problems, mathematics,
-everyday requests, other languages, long texts.
+everyday requests, programs, problems of the sciences, other languages, long texts.
 
     python examples/smollm2_prompts.py --count 4000 --output prompts.jsonl
 
@@ -111,9 +111,14 @@ def maths_prompts(draw: random.Random, count: int) -> list[str]:
     """Exercises in LaTeX with drawn numbers."""
     prompts = []
     for _ in range(count):
-        numbers = {name: draw.randint(2, 30) for name in "abc"} | {"d": draw.randint(2, 9)}
-        prompts.append(draw.choice(TEMPLATES["maths"]).format(**numbers) + draw.choice(TEMPLATES["maths_endings"]))
+        ending = draw.choice(TEMPLATES["maths_endings"])
+        prompts.append(draw.choice(TEMPLATES["maths"]).format(**_numbers(draw)) + ending)
     return prompts
+
+
+def _numbers(draw: random.Random) -> dict[str, int]:
+    """What an exercise is about."""
+    return {name: draw.randint(2, 30) for name in "abc"} | {"d": draw.randint(2, 9)}
 
 
 def contest_prompts(draw: random.Random, count: int) -> list[str]:
@@ -161,14 +166,28 @@ def request_prompts(draw: random.Random, count: int) -> list[str]:
     return prompts
 
 
-def foreign_prompts() -> list[str]:
-    """Requests in nine other languages."""
+def program_prompts(draw: random.Random, count: int) -> list[str]:
+    """Programs to write, in many languages and with many libraries."""
+    slots = {"thing": "things", "language": "code_languages", "library": "libraries", "feature": "features"}
     return [
-        text.format(word=word)
-        for language in TEMPLATES["foreign"]
-        for text in language["texts"]
-        for word in language["words"]
+        draw.choice(TEMPLATES["programs"]).format(**{slot: draw.choice(TEMPLATES[key]) for slot, key in slots.items()})
+        for _ in range(count)
     ]
+
+
+def science_prompts(draw: random.Random, count: int) -> list[str]:
+    """Problems of physics, chemistry and the like with drawn numbers."""
+    return [draw.choice(TEMPLATES["sciences"]).format(**_numbers(draw)) for _ in range(count)]
+
+
+def foreign_prompts(draw: random.Random, count: int) -> list[str]:
+    """Requests in eleven other languages, as many in each."""
+    prompts = []
+    for _ in range(count):
+        language = draw.choice(TEMPLATES["foreign"])
+        word, other = draw.sample(language["words"], 2)
+        prompts.append(draw.choice(language["texts"]).format(word=word, other=other, number=draw.randint(3, 30)))
+    return prompts
 
 
 def all_prompts(count: int, seed: int = 0) -> list[str]:
@@ -187,12 +206,14 @@ def all_prompts(count: int, seed: int = 0) -> list[str]:
         raise ValueError(f"`count` is {count}; give the number of prompts, at least 1.")
     draw, documented = random.Random(seed), list(library())
     kinds = [
-        (0.25, code_prompts(draw, documented)),
-        (0.20, long_prompts(draw, documented)),
-        (0.15, maths_prompts(draw, count)),
+        (0.20, code_prompts(draw, documented)),
+        (0.16, long_prompts(draw, documented)),
+        (0.14, maths_prompts(draw, count)),
         (0.12, contest_prompts(draw, count)),
-        (0.22, request_prompts(draw, count)),
-        (0.06, foreign_prompts()),
+        (0.14, request_prompts(draw, count)),
+        (0.06, program_prompts(draw, count)),
+        (0.04, science_prompts(draw, count)),
+        (0.14, foreign_prompts(draw, count)),
     ]
     prompts = []
     ends = [round(share * count) for share in accumulate(share for share, _ in kinds)]
