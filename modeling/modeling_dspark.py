@@ -94,6 +94,13 @@ class DSparkDraftModel(PreTrainedModel):
     # What `dspark_hf` looks for on an assistant, wrapped, compiled or loaded as remote code as it may be.
     is_dspark_drafter = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The class that FSDP gives to what it shards goes by its base's name: `save_pretrained` copies its file."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torch.distributed."):
+            base = cls.__bases__[-1]
+            cls.__module__, cls.__name__, cls.__qualname__ = base.__module__, base.__name__, base.__qualname__
+
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         config.validate_drafter()

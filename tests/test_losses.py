@@ -1,5 +1,6 @@
 """The training objective: DeepSpec's own numbers, a plain computation of the same, and what it holds in memory."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import DEEPSPEC, load_drafter, load_golden
 from tiny import HEADS, random_drafter, random_target
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dspark_hf
@@ -243,6 +245,13 @@ def test_weights_fall_with_the_position():
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.7788008, 0.6065307]))
 
 
+def check_own_code(folder: Path):
+    """That what a saved drafter's config names is its own class, which FSDP puts one of its own in place of."""
+    assert (folder / "modeling_dspark.py").exists() and not list(folder.glob("_fsdp*"))
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModel"] == "modeling_dspark.DSparkDraftModel"
+
+
 SHARDED = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -269,16 +278,35 @@ torch.testing.assert_close(sharded.loss, whole.loss)
 for name, value in drafter.named_parameters():
     torch.testing.assert_close(value.grad.full_tensor(), gradients[name], rtol=1e-6, atol=1e-9)
 print("sharded gradients agree")
+state = {{name: value.full_tensor() for name, value in drafter.state_dict().items()}}
+if dist.get_rank() == 0:
+    drafter.save_pretrained({saved!r}, state_dict=state)
 """
 
 
 @pytest.mark.slow
 def test_a_sharded_drafter_has_the_gradients_of_a_whole_one(tmp_path):
     """FSDP on two processes: the heads are at work inside `forward`, where their weights are gathered."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED.format(tests=str(Path(__file__).parent)))
+    script, saved = tmp_path / "sharded.py", tmp_path / "saved"
+    script.write_text(SHARDED.format(tests=str(Path(__file__).parent), saved=str(saved)))
     environment = os.environ | {"PYTHONPATH": str(Path(dspark_hf.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("sharded gradients agree") == 2
+    assert (saved / "modeling_dspark.py").exists()  # FSDP makes a class of its own
+    assert (
+        json.loads((saved / "config.json").read_text())["auto_map"]["AutoModel"] == "modeling_dspark.DSparkDraftModel"
+    )
+
+
+def test_the_class_that_sharding_makes_is_saved_as_its_base(tmp_path):
+    module = "torch.distributed.fsdp._fully_shard._fsdp_init"
+    drafter = random_drafter()
+    drafter.__class__ = type("FSDPDSparkDraftModel", (FSDPModule, type(drafter)), {"__module__": module})
+    drafter.save_pretrained(tmp_path)
+    assert (tmp_path / "modeling_dspark.py").exists() and not (tmp_path / "_fsdp_init.py").exists()
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoModel"]
+        == "modeling_dspark.DSparkDraftModel"
+    )

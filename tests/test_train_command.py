@@ -188,11 +188,11 @@ def test_lora_is_merged_into_what_is_saved(folders, tmp_path):
 
 def test_a_time_limit_ends_the_training(folders, tmp_path):
     output = tmp_path / "drafter"
-    given = argv(folders, output, "--time_limit", "0.05")
+    given = argv(folders, output, "--time_limit", "0.1")
     given[given.index("--max_steps") + 1] = "-1"
     assert cli.main(given) == 0
     origin = json.loads((output / "training.json").read_text())
-    assert origin["steps"] > 0 and 2.5 < origin["seconds"] < 60
+    assert origin["steps"] > 0 and 5 < origin["seconds"] < 60
     rates = [entry["learning_rate"] for entry in origin["log"] if "learning_rate" in entry]
     assert rates[0] == pytest.approx(1e-3) and rates[-1] < 5e-4
 
