@@ -196,7 +196,11 @@ def train(
         model_arguments.target, model_arguments.dtype, model_arguments.device, model_arguments.threads
     )
     tokenizer = load_tokenizer(model_arguments.target)
-    check_tokens(training, text_config(target).vocab_size)
+    cut = check_tokens(training, text_config(target).vocab_size, arguments.max_length)
+    if cut and arguments.process_index == 0:
+        print(
+            f"{cut} of {len(training)} samples teach nothing: --max_length {arguments.max_length} cuts their answers"
+        )
     drafter = make_drafter(model_arguments, target, tokenizer, training)
     model = with_lora(drafter, model_arguments.lora_rank) if model_arguments.lora_rank else drafter
     provenance = {
@@ -286,14 +290,17 @@ def check_resumed(checkpoint: Path, drafter: DSparkDraftModel, provenance: dict[
         )
 
 
-def check_tokens(samples: Any, vocab_size: int) -> None:
+def check_tokens(samples: Any, vocab_size: int, max_length: int) -> int:
     """
     Refuse samples that cannot be trained on, before the training comes to them.
+
+    Returns:
+        `int`: How many hold something to learn, but beyond `max_length`.
 
     Raises:
         [`CommandError`]: saying what is wrong with them.
     """
-    supervised = 0
+    supervised, reached = 0, 0
     for number, (token_ids, mask) in enumerate(zip(samples["input_ids"], samples["loss_mask"], strict=True), start=1):
         if len(token_ids) != len(mask):
             raise CommandError(
@@ -304,11 +311,19 @@ def check_tokens(samples: Any, vocab_size: int) -> None:
                 f"--data: sample {number} has `input_ids` that are no tokens of the target, 0 to {vocab_size - 1}; "
                 "make the data with `dspark prepare-data` and the same target"
             )
-        supervised += any(first and second for first, second in zip(mask, mask[1:], strict=False))
+        first = next((place for place, pair in enumerate(zip(mask, mask[1:], strict=False)) if all(pair)), None)
+        supervised += first is not None
+        reached += first is not None and first + 2 <= max_length
     if not supervised:
         raise CommandError(
             "--data: no sample has two tokens in a row that the target wrote (`loss_mask`): there is nothing to learn"
         )
+    if not reached:
+        raise CommandError(
+            f"--max_length {max_length}: no sample has two tokens of the target's own within it, all prompts are "
+            "longer; give a greater length"
+        )
+    return supervised - reached
 
 
 def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, Any]]:

@@ -91,11 +91,11 @@ class _Tally:
         # weight, ce, tv, confidence | whole blocks, their expected length | accepted, counted by position
         self.sums = torch.zeros(6 + 2 * block_size, dtype=torch.float64)
 
-    def add(self, found: BlockLosses) -> None:
+    def add(self, found: BlockLosses, total_weight: float) -> None:
         accept = found.accept_prob.double().cpu()
         known = ~accept.isnan()
         whole = accept[known.all(dim=1)]
-        parts = [float(part) * found.weight for part in (found.cross_entropy, found.total_variation, found.confidence)]
+        parts = [float(part) * total_weight for part in (found.cross_entropy, found.total_variation, found.confidence)]
         lengths = 1 + whole.cumprod(dim=1).sum(dim=1)
         self.sums += torch.cat(
             [
@@ -237,8 +237,12 @@ class DSparkTrainer(Trainer):
         seed = self.args.seed + int(self.state.epoch or 0) if training else _EVALUATION_SEED
         anchors, kept = draw_anchors(input_ids, loss_mask, self.args.num_anchors, seed)
         blocks = cut_blocks(input_ids, loss_mask, anchors, kept, config.block_size)
-        own = (self.weights.by_position(config.block_size) * blocks.supervised.cpu()).sum().to(self.args.device)
-        total = self.accelerator.reduce(own, reduction="mean").item() if training else own.item()
+        weight = (self.weights.by_position(config.block_size) * blocks.supervised.cpu()).sum()
+        counts = torch.stack([weight, kept.sum().cpu(), loss_mask.sum().cpu()]).float()
+        if training:
+            counts = self.accelerator.reduce(counts.to(self.args.device), reduction="sum")
+        weight, seen_blocks, seen_tokens = counts.tolist()
+        total = weight / self.args.world_size if training else weight
         rows = len(anchors)
         noise = self.drafter.block_tokens(blocks.tokens[..., 0].flatten())
         embedding = None if config.owns_embedding else self.target.get_input_embeddings()
@@ -259,10 +263,10 @@ class DSparkTrainer(Trainer):
                 chunk_slots=self.args.chunk_slots,
             ),
         )
-        self._tallies[training].add(found)
+        self._tallies[training].add(found, total)
         if training:
-            self._blocks += int(kept.sum())
-            self._tokens += int(loss_mask.sum())
+            self._blocks += int(seen_blocks)
+            self._tokens += int(seen_tokens)
         return (found.loss, found) if return_outputs else found.loss
 
     def prediction_step(
@@ -308,12 +312,12 @@ class DSparkTrainer(Trainer):
     @property
     def seen_blocks(self) -> int:
         """Blocks trained on so far, of all processes, this run and those it resumed."""
-        return self._resumed("blocks") + self._blocks * self.args.world_size
+        return self._resumed("blocks") + self._blocks
 
     @property
     def seen_tokens(self) -> int:
         """Tokens of the target's own in the texts trained on so far, each counted at every visit."""
-        return self._resumed("tokens") + self._tokens * self.args.world_size
+        return self._resumed("tokens") + self._tokens
 
     @property
     def seconds(self) -> float:

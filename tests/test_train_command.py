@@ -257,6 +257,16 @@ def test_data_that_cannot_be_trained_on_is_one_line(folders, tmp_path, capsys, r
         assert part in message
 
 
+def test_answers_that_max_length_cuts_are_told_of(folders, tmp_path, capsys):
+    rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": mask} for mask in ([0, 1, 1, 1], [0, 0, 1, 1])]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "data")
+    more = ["--held_out", "0", "--data", str(tmp_path / "data"), "--max_length"]
+    assert cli.main(argv(folders, tmp_path / "none", *more, "2")) == 2
+    assert "--max_length 2: no sample has two tokens of the target's own" in capsys.readouterr().err
+    assert cli.main(argv(folders, tmp_path / "drafter", *more, "3")) == 0
+    assert "1 of 2 samples teach nothing: --max_length 3" in capsys.readouterr().out
+
+
 def test_values_of_the_file_are_checked_like_those_of_the_command_line(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("initialise_from: Target\n")

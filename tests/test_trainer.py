@@ -144,6 +144,15 @@ def equal_samples(target) -> Samples:
     return found
 
 
+def unequal_samples(target) -> Samples:
+    """Half of the texts have next to nothing to learn from, the first four nothing at all."""
+    found = Samples(target, count=16)
+    for number, row in enumerate(found.rows[:8]):
+        row["loss_mask"] = [0] * len(row["loss_mask"]) if number < 4 else [0] * 5 + [1] * 2 + row["loss_mask"][7:8]
+        row["input_ids"] = row["input_ids"][: len(row["loss_mask"])]
+    return found
+
+
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(target, samples, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 4, "max_steps": -1}
     whole = DSparkTrainer(new_drafter(), arguments(tmp_path / "whole", **options), target, samples)
@@ -439,7 +448,7 @@ TWO = """
 import sys
 import torch
 sys.path.insert(0, {tests!r})
-from test_trainer import arguments, equal_samples, new_drafter
+from test_trainer import arguments, new_drafter, unequal_samples
 from tiny import random_target
 from pathlib import Path
 from dspark_hf.trainer import DSparkTrainer
@@ -452,7 +461,7 @@ run = DSparkTrainer(
         train_sampling_strategy="sequential", max_grad_norm=0.0, per_device_train_batch_size={batch},
     ),
     target,
-    equal_samples(target),
+    unequal_samples(target),
 )
 run.train()
 run.save_model()
@@ -479,6 +488,8 @@ def test_two_processes_give_the_loss_of_one(tmp_path):
     (one, first), (two, second) = found
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)
-    losses = [[entry["loss"] for entry in origin["log"] if "loss" in entry] for origin in (first, second)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and not any(map(math.isnan, losses[0]))
+    logs = [[entry for entry in origin["log"] if "loss" in entry] for origin in (first, second)]
+    assert len(logs[0]) == len(logs[1]) == 2 and logs[0][0]["blocks"] > 0
+    for mine, theirs in zip(*logs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5) and not any(map(math.isnan, mine.values()))
     assert first["blocks"] == second["blocks"]
