@@ -264,8 +264,9 @@ _GOOD_FAITH = 4.0
 # Weight of the newest row in the running mean of a slot's confidence, and of a row's newest round in what it accepts.
 _NEWEST = 0.05
 # How much rows are thought to differ in what they accept before enough is seen of them: as much as chance makes means
-# of so many rounds differ. So many rows weigh as much as that thought.
-_ALIKE_ROUNDS, _ALIKE_ROWS = 8.0, 16.0
+# of so many rounds differ. So many rows weigh as much as that thought. With fewer rounds, rows that are alike seem to
+# lag by mere chance, and drafting that pays is stopped (`tests/test_scheduler.py`, whole calls).
+_ALIKE_ROUNDS, _ALIKE_ROWS = 32.0, 16.0
 
 
 class Scheduler:
