@@ -199,6 +199,24 @@ def test_an_output_that_is_a_folder_is_refused(tmp_path):
         command_files.check_writable("--output", str(tmp_path))
 
 
+def test_what_is_no_file_is_not_replaced_by_one():
+    with pytest.raises(loading.CommandError, match="--output '/dev/null': it is a device; give a file"):
+        command_files.check_writable("--output", "/dev/null")
+
+
+@pytest.mark.parametrize("check", ["check_writable", "check_outputs", "check_plot", "check_plot_folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, check):
+    path = str(tmp_path / "out.png")
+    arguments = {"check_writable": ("--output", path), "check_outputs": (None, path, None)}.get(check, (path,))
+    getattr(command_files, check)(*arguments)
+    monkeypatch.setattr(command_files.os, "access", lambda folder, mode: folder != tmp_path)  # the root may write
+    with pytest.raises(loading.CommandError, match="out.png': .* cannot be written; give another folder"):
+        getattr(command_files, check)(*arguments)
+    if check == "check_plot_folder":
+        (tmp_path / "out.png").mkdir()
+        command_files.check_plot_folder(path)
+
+
 def test_a_cache_in_nobodys_home_is_named(monkeypatch):
     monkeypatch.setenv("DSPARK_CACHE", "~nobody-of-that-name/cache")
     with pytest.raises(ValueError, match="~nobody-of-that-name.*set DSPARK_CACHE"):
