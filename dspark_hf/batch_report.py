@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .bench_report import format_number
 from .decoding_methods import PLAIN
+from .files import image_format
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -185,4 +186,4 @@ def draw_speeds(summary: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set(xlabel="rows in the batch", ylabel="decoding speed over plain generate", ylim=(0, None), title=title)
         axes.label_outer()
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format=image_format(path))

@@ -87,15 +87,17 @@ class Blocks:
             logits, accepted = np.array(raw["confidence_logits"], dtype=float), np.array(raw["accepted"], dtype=int)
             prompts = None if raw.get("prompts") is None else [int(number) for number in raw["prompts"]]
             blocks = cls(logits, accepted, list(raw["sets"]), float(raw["sampling_temperature"]), prompts)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} holds no blocks ({error}); record some with `dspark calibrate`.") from error
-        sound = logits.ndim == 2 and len(logits) > 0 and np.isfinite(logits).all()
+        sound = logits.ndim == 2 and logits.size > 0 and np.isfinite(logits).all()
+        sound = sound and all(isinstance(name, str) for name in blocks.sets)
+        sound = sound and 0 <= blocks.sampling_temperature < float("inf")
         sound = sound and accepted.shape == logits.shape[:1] and len(blocks.sets) == len(accepted)
         sound = sound and (prompts is None or len(prompts) == len(accepted) and min(prompts) >= 0)
         if not sound or not ((accepted >= 0) & (accepted <= logits.shape[1])).all():
             raise ValueError(
-                f"{path} holds no blocks: each needs a set, finite logits and an accepted length of 0 to the block "
-                "size; record some with `dspark calibrate`."
+                f"{path} holds no blocks: each needs a set's name, finite logits and an accepted length of 0 to the "
+                "block size, all of them a temperature; record some with `dspark calibrate`."
             )
         return blocks
 

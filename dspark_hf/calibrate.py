@@ -399,7 +399,7 @@ def save_blocks(fits: Sequence[Fit], path: Path) -> list[Path]:
 
 def plot_reliability(fits: Sequence[Fit], path: Path) -> None:
     """
-    Reliability diagrams as a PNG: a row a sampling temperature, a panel a position, before and after.
+    Reliability diagrams: a row a sampling temperature, a panel a position, before and after.
 
     Args:
         fits (`Sequence[Fit]`): Shown on the blocks they are judged on.

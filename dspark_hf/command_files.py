@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,10 +108,19 @@ def check_parent(argument: str, path: str | None) -> None:
 
 
 def check_writable(argument: str, path: str | None) -> None:
-    """The same of a file, which must not be a folder itself."""
+    """The same of a file, which is written beside its place and then put there: no folder, and no device."""
     check_parent(argument, path)
-    if path is not None and Path(path).expanduser().is_dir():
-        raise CommandError(f"{argument} {path!r}: it is a folder; give a file")
+    if path is None:
+        return
+    file = Path(path).expanduser().absolute()
+    if file.exists() and not file.is_file():
+        raise CommandError(f"{argument} {path!r}: it is {'a folder' if file.is_dir() else 'a device'}; give a file")
+    _check_access(argument, path, file.parent)
+
+
+def _check_access(argument: str, path: str, folder: Path) -> None:
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{argument} {path!r}: {folder} cannot be written; give another folder")
 
 
 def check_plot(plot: str | None) -> None:
@@ -134,6 +144,9 @@ def check_plot_folder(plot: str | None) -> None:
     if plot is not None and Path(plot).expanduser().is_file():
         raise CommandError(f"--plot {plot!r}: it is a file; give a folder for the plots")
     check_parent("--plot", plot)
+    if plot is not None:
+        folder = Path(plot).expanduser().absolute()
+        _check_access("--plot", plot, folder if folder.is_dir() else folder.parent)
     _check_matplotlib(plot)
 
 

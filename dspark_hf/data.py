@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NEEDED_COLUMNS = ("input_ids", "loss_mask")
+# What is read of training data.
+TRAINING_COLUMNS = (*NEEDED_COLUMNS, "prompt")
 # Of the lengths that statistics tell of.
 QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
@@ -80,8 +82,11 @@ def load_training_data(folder: str | Path) -> Dataset:
         )
         raise ValueError(f"{folder} holds no data set. {advice}")
     with open(path / "state.json", encoding="utf-8") as file:
-        if not json.load(file)["_data_files"]:  # which `datasets` cannot load
-            raise ValueError(f"{folder} is empty; make the data again, with prompts.")
+        state = json.load(file)
+    if not isinstance(state, dict) or "_data_files" not in state:
+        raise ValueError(f"{folder} has a state.json that `datasets` did not write; make the data again.")
+    if not state["_data_files"]:  # which `datasets` cannot load
+        raise ValueError(f"{folder} is empty; make the data again, with prompts.")
     return _checked(datasets.load_from_disk(str(path)), folder)
 
 
@@ -105,7 +110,37 @@ def _checked(data: Dataset, folder: str | Path) -> Dataset:
             f"{folder} has the columns {', '.join(data.column_names)} and lacks {', '.join(missing)}; make the data "
             "with `dspark prepare-data`."
         )
+    features = column_kinds()
+    features = data.features | {name: features[name] for name in TRAINING_COLUMNS if name in data.column_names}
+    if data.features != features:
+        try:
+            data = data.cast(import_datasets().Features(features), keep_in_memory=True)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"{folder} has columns of other kinds than whole numbers and texts ({error}); make the data with "
+                "`dspark prepare-data`."
+            ) from error
+    for name in NEEDED_COLUMNS:
+        column = data.data.column(name)
+        if column.null_count or column.combine_chunks().flatten().null_count:
+            raise ValueError(
+                f"{folder} has records with nothing, or with holes, in `{name}`; make the data with "
+                "`dspark prepare-data`."
+            )
     return data
+
+
+def column_kinds() -> dict[str, Any]:
+    """What the columns hold, as `datasets` says it."""
+    datasets = import_datasets()
+    return {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "loss_mask": datasets.Sequence(datasets.Value("int8")),
+        "temperature": datasets.Value("float64"),
+        "source": datasets.Value("string"),
+        "finished": datasets.Value("bool"),
+        "prompt": datasets.Value("string"),
+    }
 
 
 def split_by_prompt(data: Dataset, held_out: float, seed: int = 0) -> tuple[Dataset, Dataset]:

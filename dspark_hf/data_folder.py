@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .data import import_datasets
+from .data import column_kinds, import_datasets
 from .files import write_json, write_text
 from .loading import CommandError, told
 
@@ -115,16 +115,7 @@ class DataFolder:
             files (`Mapping[str, str]`, *optional*): Texts of files to put beside it, by name.
         """
         datasets = import_datasets()
-        features = datasets.Features(
-            {
-                "input_ids": datasets.Sequence(datasets.Value("int32")),
-                "loss_mask": datasets.Sequence(datasets.Value("int8")),
-                "temperature": datasets.Value("float64"),
-                "source": datasets.Value("string"),
-                "finished": datasets.Value("bool"),
-                "prompt": datasets.Value("string"),
-            }
-        )
+        features = datasets.Features(column_kinds())
         waiting, parts = iter(records), []
         while chunk := list(islice(waiting, _CHUNK)):
             columns = {name: [record[name] for record in chunk] for name in features}

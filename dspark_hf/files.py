@@ -46,6 +46,11 @@ def write_text(path: str | Path, text: str) -> None:
         raise
 
 
+def image_format(path: Path) -> str:
+    """The format of a plot, by the ending of its name; PNG without one."""
+    return path.suffix[1:] or "png"
+
+
 @contextmanager
 def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command_files import check_plot, check_writable
+from .files import image_format
 from .loading import load_pair, load_target, reporting
 
 
@@ -178,7 +179,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
 
     Args:
         profile (`Profile`): what to draw.
-        path (`Path`): the PNG file.
+        path (`Path`): the image file.
     """
     from matplotlib.figure import Figure
 
@@ -198,7 +199,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
         axes.set(xlabel="rows", ylabel="ms a draft", ylim=(0, None))
     for axes in (steps, *rest):
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format=image_format(path))
 
 
 def _draw(axes: Axes, counts: Sequence[int], values: Sequence[Any], label: str | None) -> None:

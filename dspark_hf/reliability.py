@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .calibration import position_metrics, reliability_points, scaled_survivals, survived
+from .files import image_format
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class ReliabilityRow:
 
 def draw_reliability(rows: Sequence[ReliabilityRow], path: Path) -> None:
     """
-    Draw reliability diagrams, before and after temperatures, as a PNG.
+    Draw reliability diagrams, before and after temperatures.
 
     Args:
         rows (`Sequence[ReliabilityRow]`): At least one, all of one block size.
@@ -66,4 +67,4 @@ def draw_reliability(rows: Sequence[ReliabilityRow], path: Path) -> None:
     for panel in panels[-1]:
         panel.set_xlabel("survival")
     panels[0, 0].legend(fontsize=8)
-    figure.savefig(path, format="png", dpi=120)
+    figure.savefig(path, dpi=120, format=image_format(path))

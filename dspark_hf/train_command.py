@@ -13,7 +13,7 @@ from transformers.trainer_callback import TrainerState
 
 from .card_inputs import RUN, TRAINING_NAME
 from .command_files import check_plot
-from .data import import_datasets, load_training_data, split_by_prompt
+from .data import TRAINING_COLUMNS, import_datasets, load_training_data, split_by_prompt
 from .demo_target import demo_drafter_folder
 from .initialisation import (
     change_vocabulary,
@@ -33,8 +33,6 @@ from .training_callbacks import DecodeEvaluation, plot_run
 
 LORA_LAYERS = r"(fc|layers\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj))"
 HEADS = ("markov_head", "confidence_head")
-# Of the training data: what is read of it, and what `dspark prepare-data` says of it.
-COLUMNS = ("input_ids", "loss_mask", "prompt")
 # Fields of a drafter's config that a run cannot change on its way.
 SHAPE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "target_layer_ids", "block_size", "mask_token_id"),
@@ -338,9 +336,8 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
     for folder in arguments.data:
         with reporting(f"--data {folder!r}"):
             parts.append(load_training_data(folder))
-        origin = Path(folder).expanduser() / PROVENANCE
-        origins.append(json.loads(origin.read_text(encoding="utf-8")) if origin.is_file() else {"folder": folder})
-    columns = [name for name in COLUMNS if all(name in part.column_names for part in parts)]
+        origins.append(_origin(folder))
+    columns = [name for name in TRAINING_COLUMNS if all(name in part.column_names for part in parts)]
     samples = concatenate_datasets([part.select_columns(columns) for part in parts])
     for name in ("max_held_out", "max_samples"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
@@ -352,8 +349,9 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
         with reporting(f"--held_out {arguments.held_out}"):
             training, held_out = split_by_prompt(samples, arguments.held_out, seed=seed)
     if arguments.max_samples is not None and arguments.max_samples < len(training):
-        training = training.shuffle(seed=seed).select(range(arguments.max_samples))
-    held_out = held_out.shuffle(seed=seed).select(range(min(len(held_out), arguments.max_held_out)))
+        training = training.shuffle(seed=seed, keep_in_memory=True).select(range(arguments.max_samples))
+    held_out = held_out.shuffle(seed=seed, keep_in_memory=True)
+    held_out = held_out.select(range(min(len(held_out), arguments.max_held_out)))
     if len(origins) == 1 and "samples" in origins[0]:
         return training, held_out, origins[0]
     together = {
@@ -362,6 +360,18 @@ def read_data(arguments: DataArguments, seed: int) -> tuple[Any, Any, dict[str, 
         "supervised_tokens": sum(map(sum, samples["loss_mask"])),
     }
     return training, held_out, together | (origins[0] if len(origins) == 1 else {"parts": origins})
+
+
+def _origin(folder: str) -> dict[str, Any]:
+    """What `dspark prepare-data` says of a folder of training data."""
+    path = Path(folder).expanduser() / PROVENANCE
+    if not path.is_file():
+        return {"folder": folder}
+    with reporting(f"--data {folder!r}: its {PROVENANCE} cannot be read; remove it, or make the data again"):
+        origin = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(origin, dict):
+            raise ValueError("it is no JSON object")
+    return origin
 
 
 def earlier_runs(drafter: str | None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .files import image_format
 from .loading import left_padded
 from .modeling import DSparkDraftModel
 from .statistics import SpeculativeStats
@@ -111,7 +112,7 @@ def plot_run(path: Path, log: list[dict[str, Any]], block_size: int) -> None:
             axes.set_xscale("log")
             axes.legend()
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format=image_format(path))
 
 
 def _draw(axes: Any, log: list[dict[str, Any]], name: str, label: str, style: str) -> None:

@@ -151,7 +151,10 @@ GOOD = {"sampling_temperature": 0, "sets": ["a"], "accepted": [1], "confidence_l
 @pytest.mark.parametrize(
     "change",
     [{"sets": []}, {"accepted": [3]}, {"accepted": [1, 1]}, {"confidence_logits": [[float("nan"), 0.0]]}]
-    + [{"confidence_logits": []}, {"confidence_logits": [[0.0], [0.0, 1.0]]}, {"accepted": None}],
+    + [{"confidence_logits": []}, {"confidence_logits": [[0.0], [0.0, 1.0]]}, {"accepted": None}]
+    + [{"sets": [1]}, {"sets": [["a"]]}, {"accepted": [float("inf")]}, {"prompts": [float("inf")]}]
+    + [{"sampling_temperature": value} for value in (-1, float("nan"), float("inf"))]
+    + [{"accepted": [0], "confidence_logits": [[]]}],
 )
 def test_a_file_without_blocks_is_refused(tmp_path, change):
     path = tmp_path / "blocks.json"
@@ -160,9 +163,10 @@ def test_a_file_without_blocks_is_refused(tmp_path, change):
     path.write_text(json.dumps(GOOD | change))
     with pytest.raises(ValueError, match=r"blocks\.json holds no blocks.*dspark calibrate"):
         Blocks.load(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="holds no blocks"):
-        Blocks.load(path)
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="holds no blocks"):
+            Blocks.load(path)
 
 
 @pytest.mark.parametrize("failure", ["not JSON", "no room", "no rename"])

@@ -4,11 +4,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from chat import chat_target
 from conftest import FIXTURES
 
-from dspark_hf import bench, cli, command_files, demo, environment, loading
+from dspark_hf import bench, cli, command_files, demo, environment, loading, profile_command
+from dspark_hf.batch_report import draw_speeds
+from dspark_hf.profiles import Profile, StepCurve
+from dspark_hf.reliability import ReliabilityRow, draw_reliability
+from dspark_hf.training_callbacks import plot_run
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
@@ -197,6 +202,41 @@ def test_lines_end_at_newlines_alone(tmp_path):
 def test_an_output_that_is_a_folder_is_refused(tmp_path):
     with pytest.raises(loading.CommandError, match="--output .*is a folder"):
         command_files.check_writable("--output", str(tmp_path))
+
+
+def test_what_is_no_file_is_not_replaced_by_one():
+    with pytest.raises(loading.CommandError, match="--output '/dev/null': it is a device; give a file"):
+        command_files.check_writable("--output", "/dev/null")
+
+
+@pytest.mark.parametrize("check", ["check_writable", "check_outputs", "check_plot", "check_plot_folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, check):
+    path = str(tmp_path / "out.png")
+    arguments = {"check_writable": ("--output", path), "check_outputs": (None, path, None)}.get(check, (path,))
+    getattr(command_files, check)(*arguments)
+    monkeypatch.setattr(command_files.os, "access", lambda folder, mode: folder != tmp_path)  # the root may write
+    with pytest.raises(loading.CommandError, match="out.png': .* cannot be written; give another folder"):
+        getattr(command_files, check)(*arguments)
+    if check == "check_plot_folder":
+        (tmp_path / "out.png").mkdir()
+        command_files.check_plot_folder(path)
+
+
+@pytest.mark.parametrize(("name", "start"), [("plot", b"\x89PNG"), ("plot.png", b"\x89PNG"), ("plot.pdf", b"%PDF")])
+def test_plots_are_what_their_names_say(tmp_path, name, start):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / name
+    cell = {"accept_prob": None, "batch_size": 2, "method": "constant", "decode_ratio": 1.5}
+    row = ReliabilityRow("greedy", np.array([[0.0, 1.0], [2.0, -1.0]]), np.array([1, 2]), None)
+    for draw in (
+        lambda: profile_command.draw_profile(Profile({}, 0, [StepCurve(8, [1, 2], [1.0, 2.0])]), path),
+        lambda: draw_speeds([cell], path),
+        lambda: draw_reliability([row], path),
+        lambda: plot_run(path, [{"step": 1, "blocks": 4, "cross_entropy": 2.0}], 2),
+    ):
+        draw()
+        assert path.read_bytes().startswith(start)
+        path.unlink()
 
 
 def test_a_cache_in_nobodys_home_is_named(monkeypatch):

@@ -161,6 +161,10 @@ def test_loading_what_is_no_training_data(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [], "loss_mask": []}).save_to_disk(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="is empty"):
         data.load_training_data(tmp_path / "empty")
+    for state in ("[]", "{}"):
+        (tmp_path / "empty" / "state.json").write_text(state)
+        with pytest.raises(ValueError, match="state.json that `datasets` did not write"):
+            data.load_training_data(tmp_path / "empty")
 
 
 def test_without_the_package_datasets(monkeypatch, tmp_path):

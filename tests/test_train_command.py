@@ -245,7 +245,17 @@ def test_bad_input_is_one_line(folders, tmp_path, capsys, more, parts):
         ([{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 2, ["--data", "nothing to learn"]),
         ([{"input_ids": [1, 200, 3], "loss_mask": [0, 1, 1]}] * 2, ["--data: sample 1", "0 to 95"]),
         ([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}] * 2, ["--data: sample 1", "3 `input_ids` and 2"]),
-        ([{"input_ids": ["a", "b"], "loss_mask": [0, 1]}] * 2, ["--data: sample 1", "no tokens of the target"]),
+        ([{"input_ids": ["a", "b"], "loss_mask": [0, 1]}] * 2, ["--data", "other kinds than whole numbers"]),
+        ([{"input_ids": [1, 2, 3], "loss_mask": [0.0, 0.5, 1.0]}] * 2, ["--data", "other kinds than whole numbers"]),
+        ([{"input_ids": 1, "loss_mask": 1}] * 2, ["--data", "other kinds than whole numbers"]),
+        (
+            [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": None, "loss_mask": [1]}],
+            ["`input_ids`", "holes"],
+        ),
+        (
+            [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [None]}],
+            ["`loss_mask`", "holes"],
+        ),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_one_line(folders, tmp_path, capsys, rows, parts):
@@ -265,6 +275,34 @@ def test_answers_that_max_length_cuts_are_told_of(folders, tmp_path, capsys):
     assert "--max_length 2: no sample has two tokens of the target's own" in capsys.readouterr().err
     assert cli.main(argv(folders, tmp_path / "drafter", *more, "3")) == 0
     assert "1 of 2 samples teach nothing: --max_length 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", b"\xff"])
+def test_a_provenance_that_cannot_be_read_is_one_line(folders, tmp_path, capsys, content):
+    shutil.copytree(folders / "data", tmp_path / "data")
+    file = tmp_path / "data" / "provenance.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert cli.main(argv(folders, tmp_path / "drafter", "--data", str(tmp_path / "data"))) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"--data {str(tmp_path / 'data')!r}: its provenance.json cannot be read; remove it" in message
+
+
+def test_data_of_different_number_types_go_together_and_their_folders_stay_as_they_are(folders, tmp_path):
+    rows = datasets.load_from_disk(str(folders / "data")).to_list()
+    kinds = {"input_ids": datasets.Sequence(datasets.Value("int16")), "prompt": datasets.Value("int64")}
+    kinds |= {"loss_mask": datasets.Sequence(datasets.Value("bool"))}
+    rows = [row | {"prompt": int(row["prompt"]) + 100} for row in rows]
+    datasets.Dataset.from_list(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "other")
+    shutil.copytree(folders / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache-*"))
+    names = [str(tmp_path / name) for name in ("data", "other")]
+    _, data, _ = parse(["--output_dir", "x", "--use_cpu", "True", "--max_samples", "9", "--data", *names])
+    before = sorted(tmp_path.rglob("*"))
+    training, held_out, origin = read_data(data, 0)
+    assert len(training) == 9 and len(held_out) and origin["samples"] == 48
+    assert origin["supervised_tokens"] == 48 * 34
+    data.data = data.data[:1]
+    assert len(read_data(data, 0)[0]) == 9
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_values_of_the_file_are_checked_like_those_of_the_command_line(tmp_path, capsys):
