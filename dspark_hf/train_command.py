@@ -134,6 +134,8 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, DSparkTra
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML file with any of the options; the command line goes before it")
+    # The Trainer would write into ./trainer_output.
+    next(action for action in parser._actions if action.dest == "output_dir").required = True
     config = _config_file(list(argv))
     unknown = sorted(map(str, config.keys() - {action.dest for action in parser._actions}))
     if unknown:
