@@ -134,6 +134,15 @@ def print_tables(summary: dict[str, dict[str, dict[str, float | int | None]]], c
         if summary["macro"][method].get("bound") is not None:
             with_rounds = [name for name in names if "bound" in summary[name][method]]
             console.print(_round_table(method, {name: summary[name][method] for name in with_rounds}))
+    for method in methods:
+        row = summary["macro"][method]
+        ratio, length = row["ratio"], row.get("mean_acceptance_length")
+        if length is not None and ratio < 1 and "synthetic" not in method:
+            console.print(
+                f"{method} does not pay here: a round costs about {length / ratio:.2f} plain steps and yields "
+                f"{length:.2f} tokens.",
+                highlight=False,
+            )
 
 
 def _round_table(method: str, rows: dict[str, dict[str, float | int | None]]) -> Table:

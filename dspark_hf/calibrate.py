@@ -472,7 +472,8 @@ def check_fit(
     known = "not known" if stored is None else f"{stored:.2%}" + ("" if errors.get("held_out") else " in sample")
     console.print(f"Mean ECE as stored {now:.2%}, without temperatures {raw:.2%}; after the fit it was {known}.")
     reason = refit_reason(now, raw, stored, error_by_chance(blocks, temperatures))
-    console.print("No refit needed." if reason is None else f"[bold]Refit:[/] {reason}.", highlight=False)
+    within = " (what they differ by can be chance)" if now > min(raw, raw if stored is None else stored) else ""
+    console.print(f"No refit needed{within}." if reason is None else f"[bold]Refit:[/] {reason}.", highlight=False)
     return reason is not None
 
 

@@ -445,12 +445,13 @@ def _limits(known: Known) -> list[str]:
         if thinking
         else "**Thinking mode**: which mode of the chat template the training texts were in is not recorded. If the "
         "target has several, expect them to differ.",
-        f"**Context length**: trained on texts of up to {longest:,} tokens; beyond that fewer drafts may be accepted."
+        f"**Context length**: texts were cut at {longest:,} tokens in training; beyond that fewer drafts may be "
+        "accepted."
         if isinstance(longest, int)
         else "**Context length**: how long the training texts were is not recorded; the config allows "
         f"{config.max_position_embeddings:,} positions.",
-        "**Sampling**: at temperature 1 fewer drafts are accepted than greedily, and what a small target writes there "
-        "is close to noise; a lower temperature or top_p serves both.",
+        "**Sampling**: at temperature 1 fewer drafts are accepted than greedily, as a rule, and what a small target "
+        "writes there is close to noise; a lower temperature or top_p serves both.",
         "**Ties**: in bfloat16 and float16 a block and a single step may round differently, so near-equal logits can "
         "change places and a greedy text can differ from plain `generate`'s. In float32 they are the same.",
         "**When it does not pay**: with `mean_acceptance_length` near 1, in large batches that fill the machine "

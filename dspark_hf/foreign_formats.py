@@ -218,9 +218,18 @@ def _check_expressed(what: str, config: DSparkConfig, raw: Raw, weights: Weights
     lost = [f"`{name}` {value!r}" for name, value in wanted.items() if found[name] != value]
     if lost:
         hint = ""
-        if what == "DeepSpec" and config.draft_vocab_size is not None:
+        if what == "DeepSpec" and config.draft_vocab_size is not None and _fits_speculators(config, weights):
             hint = " A reduced vocabulary goes into speculators' format."
         raise ValueError(f"{what} cannot express what this drafter is: {', '.join(lost)}.{hint}")
+
+
+def _fits_speculators(config: DSparkConfig, weights: Weights) -> bool:
+    """Whether speculators' format expresses a drafter with a reduced vocabulary, its head lent or its own."""
+    try:
+        to_speculators(config, {HEAD: weights["d2t"]} | weights, "target", ())  # of a head only the name is read
+    except ValueError:
+        return False
+    return True
 
 
 def _meaning(config: DSparkConfig) -> Raw:

@@ -127,10 +127,13 @@ def parse(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, DSparkTra
     parser = _OneLineParser(
         (ModelArguments, DataArguments, DSparkTrainingArguments),
         prog="dspark train",
-        description="Train a drafter. What follows the first two groups are the options of Transformers' Trainer.",
+        description="Train a drafter. Between --output_dir and --cross_entropy_weight stand the options of "
+        "Transformers' Trainer; before and after them, those of drafters.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML file with any of the options; the command line goes before it")
+    # The Trainer would write into ./trainer_output.
+    next(action for action in parser._actions if action.dest == "output_dir").required = True
     config = _config_file(list(argv))
     unknown = sorted(map(str, config.keys() - {action.dest for action in parser._actions}))
     if unknown:
@@ -256,11 +259,13 @@ def is_done(checkpoint: Path, arguments: DSparkTrainingArguments) -> bool:
     """Whether a run has all its steps, or all its time, and has saved what came of it."""
     if not (Path(arguments.output_dir) / TRAINING_NAME).is_file():
         return False
-    step = TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
+    state = TrainerState.load_from_json(str(checkpoint / STATE_NAME))
     if arguments.time_limit is not None:
         origin = json.loads((checkpoint / TRAINING_NAME).read_text(encoding="utf-8"))
         return origin["seconds"] >= 60 * arguments.time_limit
-    return 0 < arguments.max_steps <= step
+    if arguments.max_steps > 0:
+        return arguments.max_steps <= state.global_step
+    return state.epoch is not None and arguments.num_train_epochs <= state.epoch
 
 
 def check_resumed(checkpoint: Path, drafter: DSparkDraftModel, provenance: dict[str, Any], output_dir: str) -> None:

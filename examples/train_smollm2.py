@@ -4,7 +4,7 @@ evaluation, card.
     python examples/train_smollm2.py --output runs/smollm2 --data-minutes 240 --train-minutes 240
 
 Each phase is time-boxed and goes on where it was when the command is run again; a phase that is done is passed over.
-On a GPU half an hour in all is enough for a drafter that is of use; two CPU cores want hours.
+Two CPU cores want hours; it has not been run on a GPU.
 
 Four of five prompts are those of smollm2_prompts.py, one is the target's own; `--prompts` adds others. All answers
 are the target's.
@@ -45,7 +45,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--prompts", nargs="*", default=[], help="prompts of your own beside the others")
     parser.add_argument("--exclude", nargs="*", default=[], help="prompts that must not be trained on")
-    parser.add_argument("--synthesize", type=int, help="prompts that the target writes itself")
+    parser.add_argument(
+        "--synthesize", type=int, help="prompts that the target writes itself, 1 or more; four times as many are added"
+    )
     parser.add_argument("--data-minutes", type=float, default=240)
     parser.add_argument("--train-minutes", type=float, default=240)
     parser.add_argument("--eval-prompts", help="folder of .jsonl files; by default the bundled ones")
@@ -53,7 +55,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--batch-size", type=int, default=48, help="rows that are decoded at once")
     parser.add_argument("--train-arguments", default="", help="more options of dspark train, as one text")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.synthesize is not None and args.synthesize < 1:
+        parser.error(f"--synthesize {args.synthesize}: give at least 1")
+    return args
 
 
 def dspark(*arguments: object) -> None:

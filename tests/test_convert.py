@@ -222,6 +222,14 @@ def test_settings_that_neither_has(change, setting):
         assert setting in str(refusal.value)
 
 
+def test_speculators_is_named_only_where_it_helps():
+    for change, helps in (({}, True), ({"query_key_norm": False}, False)):
+        drafter = random_drafter(draft_vocab_size=3, **change)
+        with pytest.raises(ValueError, match="`draft_vocab_size` 3") as refusal:
+            to_deepspec(drafter.config, drafter.state_dict())
+        assert ("speculators" in str(refusal.value)) is helps
+
+
 def test_what_a_target_must_lend(tmp_path, tiny_target):
     convert(source_of("speculators-vanilla"), tmp_path / "ours", "dspark")
     with pytest.raises(ValueError, match="`num_target_layers` of this drafter is not known"):

@@ -156,6 +156,17 @@ def test_summary_takes_medians_pools_rounds_and_averages_sets():
     bench_report.print_tables(summary, Console(file=output, width=80), greedy=True)
     assert "macro" in output.getvalue() and "hardware_aware_lagged" in output.getvalue()
     assert "…" not in output.getvalue(), "the tables fit 80 columns"
+    assert "does not pay" not in output.getvalue()
+
+
+def test_bench_says_so_where_drafting_does_not_pay():
+    row = {"tokens_per_second": 9.0, "ratio": 0.9, "same_text": 1.0, "mean_acceptance_length": 1.17}
+    methods = {decoding_methods.PLAIN: {"tokens_per_second": 10.0, "ratio": 1.0, "same_text": 1.0}}
+    methods |= {decoding_methods.DSPARK: row, f"{decoding_methods.DSPARK}, confidence": row | {"ratio": 1.1}}
+    output = io.StringIO()
+    bench_report.print_tables({"a": methods, "macro": methods}, Console(file=output, width=200), greedy=True)
+    said = [line for line in output.getvalue().splitlines() if "does not pay" in line]
+    assert said == ["DSpark does not pay here: a round costs about 1.30 plain steps and yields 1.17 tokens."]
 
 
 @pytest.fixture

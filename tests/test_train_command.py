@@ -125,15 +125,21 @@ def test_a_drafter_to_go_on_from_keeps_its_shape(folders, tmp_path, capsys, opti
     assert f"its `{option}` is {own}; training does not change that: leave out --{option} {value}" in message
 
 
-def test_a_run_that_is_done_stays_as_it_is(folders, tmp_path, capsys):
+def test_a_folder_must_be_given(capsys):
+    assert cli.main(["train", "--data", "x"]) == 2
+    assert "required: --output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [("--max_steps", "4"), ("--max_steps", "-1", "--num_train_epochs", "1")])
+def test_a_run_that_is_done_stays_as_it_is(folders, tmp_path, capsys, length):
     output = tmp_path / "drafter"
-    saving = ("--save_strategy", "steps", "--save_steps", "4")
+    saving = (*length, "--save_strategy", "steps", "--save_steps", "4")
     assert cli.main(argv(folders, output, *saving)) == 0
     assert f"Written: {output}" in capsys.readouterr().out
-    before = (output / "model.safetensors").read_bytes()
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     assert cli.main(argv(folders, output, *saving)) == 0
     assert f"{output} holds a run that is done: nothing is left to do" in capsys.readouterr().out
-    assert (output / "model.safetensors").read_bytes() == before and not (output / "checkpoint-5").exists()
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
 def test_the_run_of_another_drafter_is_not_gone_on_with(folders, tmp_path, capsys):
@@ -200,7 +206,8 @@ def test_a_time_limit_ends_the_training(folders, tmp_path):
 def test_options_come_from_a_file_and_the_command_line_goes_before_it(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
-        "target: somewhere\nlearning_rate: 6e-4\nnum_anchors: 32\ndata: [a, b]\ntarget_layer_ids: [1, 3]\n"
+        "target: somewhere\noutput_dir: out\nlearning_rate: 6e-4\nnum_anchors: 32\ndata: [a, b]\n"
+        "target_layer_ids: [1, 3]\n"
     )
     model, data, training = parse(["--config", str(file), "--num_anchors", "16", "--use_cpu", "True"])
     assert model.target == "somewhere" and data.data == ["a", "b"] and model.target_layer_ids == [1, 3]
@@ -311,7 +318,7 @@ def test_values_of_the_file_are_checked_like_those_of_the_command_line(tmp_path,
     assert cli.main(["train", "--config", str(file)]) == 2
     assert "invalid choice: 'Target'" in capsys.readouterr().err
     file.write_text("save_strategy: no\nfreeze: backbone\ndata: folder\nplot: null\nbf16: true\n")
-    _, data, training = parse(["--config", str(file)])
+    _, data, training = parse(["--config", str(file), "--output_dir", "out"])
     assert training.save_strategy == "no" and training.freeze == ["backbone"] and data.data == ["folder"]
     assert training.bf16 and data.plot is None
 
