@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from . import sampling
 from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits
 from .compat import CACHE_NAME
+from .modeling.modeling_dspark import tokens_at
 from .processing import ProcessorChain
 from .profiles import explain_missing, find_profile
 from .sampling import Verdict, Verification
@@ -272,9 +273,9 @@ class _Run:
 
     def _choose_first(self, logits: torch.Tensor) -> None:
         """The first anchors: the target's own tokens after the prompt."""
-        scores, raw = self._process(logits, [(row, self.sequences.prefix(row), 0) for row in self.active])
+        scores, ids, raw = self._process(logits, [(row, self.sequences.prefix(row), 0) for row in self.active])
         if self.do_sample:
-            tokens = sampling.draw_tokens(sampling.probabilities(scores))
+            tokens = tokens_at(ids, sampling.draw_tokens(sampling.probabilities(scores)))
         else:
             tokens = sampling.most_likely(scores)
         self.processors.commit(len(self.active))
@@ -357,8 +358,8 @@ class _Run:
                 for row, length in zip(rows, lengths, strict=True)
                 for step in range(length + 1)
             ]
-        scores, raw = self._process(output.logits, prefixes)
-        verdict = self._judge(candidates, lengths, scores)
+        scores, ids, raw = self._process(output.logits, prefixes)
+        verdict = self._judge(candidates, lengths, scores, ids)
         outcome = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the round's one wait
         self._learn(rows, candidates, [accepted for accepted, *_ in outcome])
         self.sequences.put(rows, verdict.tokens)
@@ -400,19 +401,21 @@ class _Run:
 
     def _process(
         self, logits: torch.Tensor, prefixes: Sequence[tuple[int, torch.LongTensor, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Processed scores in float32 or better, and the raw logits if they are wanted."""
-        device = self.sequences.tokens.device
-        needed = (
-            self.do_sample or self.processors or self.recorder.scores is not None or self.recorder.logits is not None
-        )
-        if not needed:
-            return logits.to(device), None
-        scores = logits.to(device=device, dtype=torch.promote_types(logits.dtype, torch.float32))
+    ) -> tuple[torch.Tensor, torch.LongTensor | None, torch.Tensor | None]:
+        """Processed scores in float32 or better, their tokens if not all, and the raw logits if they are wanted."""
+        logits = logits.to(self.sequences.tokens.device)
+        recorded = self.recorder.scores is not None or self.recorder.logits is not None
+        if not (self.do_sample or self.processors or recorded):
+            return logits, None, None
+        if self.do_sample and not recorded and logits.device.type == "cpu" and self.processors.ends_in_nucleus:
+            return *self.processors.nuclei(logits), None
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         raw = scores.clone() if self.recorder.logits is not None else None
-        return (self.processors(prefixes, scores, record=True) if self.processors else scores), raw
+        return (self.processors(prefixes, scores, record=True) if self.processors else scores), None, raw
 
-    def _judge(self, candidates: Candidates | None, lengths: list[int], scores: torch.Tensor) -> Verdict:
+    def _judge(
+        self, candidates: Candidates | None, lengths: list[int], scores: torch.Tensor, ids: torch.LongTensor | None
+    ) -> Verdict:
         """Accept or reject."""
         if candidates is None:
             none = self.sequences.tokens.new_zeros(len(lengths), 0)
@@ -422,7 +425,8 @@ class _Run:
             verification, synthetic = Verification(candidates.tokens, lengths), candidates.synthetic
             draft_probs, draft_ids = candidates.draft_probs, candidates.draft_ids
         if self.do_sample:
-            return verification.sampled(sampling.probabilities(scores), draft_probs, synthetic, draft_ids)
+            probs = sampling.probabilities(scores)
+            return verification.sampled(probs, draft_probs, synthetic, draft_ids, ids)
         return verification.greedy(scores, synthetic)
 
     def _append(

@@ -134,6 +134,7 @@ class Verification:
         draft_probs: torch.Tensor,
         synthetic: torch.Tensor | None = None,
         draft_ids: torch.LongTensor | None = None,
+        target_ids: torch.LongTensor | None = None,
     ) -> Verdict:
         """
         Rejection sampling: accept draft x with probability min(1, target_probs(x) / draft_probs(x)); at the first
@@ -148,35 +149,64 @@ class Verification:
             draft_ids (`torch.LongTensor` of shape `(tokens,)` or `(rows, block_size, tokens)`, *optional*): The
                 tokens, increasing, that the last dimension of `draft_probs` stands for; all others have draft
                 probability 0.
+            target_ids (`torch.LongTensor` of shape `(sum(verify_lengths) + rows, tokens)`, *optional*): The tokens,
+                increasing, that the last dimension of `target_probs` stands for; all others have target probability 0.
 
         Source: DSpark, "Speculative Decoding: Draft, Then Verify"; Leviathan et al. 2023, Algorithm 1.
         """
         longest = self.drafts.shape[1]
-        of_target = target_probs[self.index[:, :longest], self.drafts]
-        places = self.drafts[..., None].contiguous()
-        if draft_ids is not None:
-            own = draft_ids.dim() == 3
-            places = torch.searchsorted(draft_ids[:, :longest].contiguous() if own else draft_ids, places)
-        of_drafter = draft_probs[:, :longest].gather(2, places).squeeze(2)
+        places, drafts = self.index[:, :longest], self.drafts[..., None].contiguous()
+        if target_ids is None:
+            of_target = target_probs[places, self.drafts]
+        else:
+            of_target = probabilities_of(drafts, target_probs[places], target_ids[places]).squeeze(2)
+        own = draft_ids is not None and draft_ids.dim() == 3
+        of_drafter = probabilities_of(
+            drafts, draft_probs[:, :longest], draft_ids[:, :longest].contiguous() if own else draft_ids
+        ).squeeze(2)
         accept_probs = (of_target / of_drafter).clamp(max=1.0)
         if synthetic is not None:
             accept_probs = synthetic[:, :longest].to(accept_probs)
         accepts = draw_accepts(accept_probs)
 
         def own_tokens(accepted: torch.LongTensor) -> torch.LongTensor:
-            probs = target_probs[self.index.gather(1, accepted[:, None]).squeeze(1)]
-            if longest == 0:
-                return draw_tokens(probs)
-            rows = torch.arange(len(accepted), device=accepted.device)
-            at = accepted.clamp(max=longest - 1)
-            of_rejected = draft_probs[rows, at]
-            if draft_ids is not None:
-                ids = draft_ids[rows, at] if draft_ids.dim() == 3 else draft_ids.expand_as(of_rejected)
-                of_rejected = torch.zeros_like(probs).scatter_(1, ids, of_rejected.to(probs.dtype))
-            rejected = (accepted < self.lengths)[:, None]
-            return draw_tokens(torch.where(rejected, residual(probs, of_rejected), probs))
+            last = self.index.gather(1, accepted[:, None]).squeeze(1)
+            probs, tokens = target_probs[last], None if target_ids is None else target_ids[last]
+            if longest > 0:
+                rows = torch.arange(len(accepted), device=accepted.device)
+                at = accepted.clamp(max=longest - 1)
+                of_rejected, ids = draft_probs[rows, at], draft_ids[rows, at] if own else draft_ids
+                if tokens is not None:
+                    of_rejected = probabilities_of(tokens, of_rejected, ids)
+                elif ids is not None:
+                    ids = ids.expand_as(of_rejected)
+                    of_rejected = torch.zeros_like(probs).scatter_(1, ids, of_rejected.to(probs.dtype))
+                rejected = (accepted < self.lengths)[:, None]
+                probs = torch.where(rejected, residual(probs, of_rejected), probs)
+            drawn = draw_tokens(probs)
+            return drawn if tokens is None else tokens.gather(1, drawn[:, None]).squeeze(1)
 
         return self._verdict(accepts, own_tokens)
+
+
+def probabilities_of(tokens: torch.LongTensor, probs: torch.Tensor, ids: torch.LongTensor | None) -> torch.Tensor:
+    """
+    Look up the probabilities of some tokens.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(..., wanted)`): The tokens.
+        probs (`torch.Tensor` of shape `(..., known)`): Probabilities.
+        ids (`torch.LongTensor` of shape `(known,)` or `(..., known)`, *optional*): The tokens, increasing, that they
+            are of, all others having none; by default all tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(..., wanted)`.
+    """
+    if ids is None:
+        return probs.gather(-1, tokens)
+    places = torch.searchsorted(ids, tokens).clamp(max=probs.shape[-1] - 1)
+    found = (ids[places] if ids.dim() == 1 else ids.gather(-1, places)) == tokens
+    return torch.where(found, probs.gather(-1, places), 0.0)
 
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny import HEADS, random_drafter, random_target
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from dspark_hf import DSparkDraftModel, sampling, scheduling
+from dspark_hf import DSparkDraftModel, nucleus, processing, sampling, scheduling
 from dspark_hf.scheduling import lengths_by_threshold, survivals
 from dspark_hf.sequences import Sequences
 
@@ -39,16 +39,17 @@ class Path:
         self.beginning, self.taken, self.others, self.probability = beginning, [], [], 1.0
 
     def choose(self, probs: Sequence[float]) -> int:
+        # Numbered among those that are possible: a token's column may depend on the other rows of the batch.
         branches = [branch for branch, probability in enumerate(probs) if probability > ZERO]
-        branch = branches[0]
+        number = 0
         if len(self.taken) < len(self.beginning):
-            branch = self.beginning[len(self.taken)]
-            assert branch in branches, "the tree changed between two visits"
+            number = self.beginning[len(self.taken)]
+            assert number < len(branches), "the tree changed between two visits"
         else:
-            self.others += [[*self.taken, other] for other in branches[1:]]
-        self.taken.append(branch)
-        self.probability *= probs[branch] / math.fsum(probs)
-        return branch
+            self.others += [[*self.taken, other] for other in range(1, len(branches))]
+        self.taken.append(number)
+        self.probability *= probs[branches[number]] / math.fsum(probs)
+        return branches[number]
 
 
 class Walk:
@@ -310,6 +311,7 @@ PROCESSORS = {
     "high temperature": {"temperature": 3.0, "top_k": 3},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.8},
+    "temperature, top_k and top_p": {"temperature": 0.7, "top_k": 3, "top_p": 0.9},
     "min_p": {"min_p": 0.15},
     "typical_p": {"typical_p": 0.7},
     "epsilon": {"epsilon_cutoff": 0.05, "top_k": 3},
@@ -336,6 +338,23 @@ def test_processors(name, monkeypatch):
     target, walk, options = random_target(seed=2), Walk(monkeypatch, width=1), after(3, **PROCESSORS[name])
     found = speculative_distribution(target, random_drafter("vanilla", seed=6), walk, options)
     check(found, target_distribution(target, options), walk)
+
+
+def test_nuclei_that_most_tokens_are_not_looked_at_for(monkeypatch):
+    monkeypatch.setattr(nucleus, "_FIRST_LOOK", 2)
+    found_nuclei, sizes = nucleus.find_nuclei, Counter()
+
+    def find(*args):
+        scores, tokens = found_nuclei(*args)
+        sizes[tokens is None] += 1
+        return scores, tokens
+
+    monkeypatch.setattr(processing, "find_nuclei", find)
+    target, walk = random_target(vocab_size=6, seed=2), Walk(monkeypatch, width=1)
+    options = after(3, temperature=0.4, top_p=0.75)
+    found = speculative_distribution(target, random_drafter("vanilla", vocab_size=6, seed=6), walk, options, walkers=4)
+    check(found, target_distribution(target, options), walk)
+    assert sizes[True] and sizes[False]
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4])

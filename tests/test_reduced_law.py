@@ -123,8 +123,9 @@ def test_a_map_that_was_not_drafted_through_is_found_out(monkeypatch):
     target, walk, options = random_target(), Walk(monkeypatch, width=1), after(3, top_k=3)
     sampled = sampling.Verification.sampled
 
-    def unmapped(self, target_probs, draft_probs, synthetic=None, draft_ids=None):
-        return sampled(self, target_probs, draft_probs, synthetic, torch.tensor([0, 2, 3]) - torch.tensor([0, 1, 0]))
+    def unmapped(self, target_probs, draft_probs, synthetic=None, draft_ids=None, target_ids=None):
+        wrong = torch.tensor([0, 2, 3]) - torch.tensor([0, 1, 0])
+        return sampled(self, target_probs, draft_probs, synthetic, wrong, target_ids)
 
     expected = target_distribution(target, options)
     assert largest_difference(speculative_distribution(target, reduced_drafter(), walk, options), expected) < 1e-9

@@ -197,6 +197,38 @@ def test_sampled_verification_of_ragged_rows(lengths, seed, agree):
         assert verdict.tokens[row, : accepted + 1].tolist() == [*drafts[row, :accepted].tolist(), int(own.argmax())]
 
 
+@settings(deadline=None, derandomize=True)
+@given(lengths_of_rows, st.integers(0, 10**6), st.sampled_from([None, "one set", "a set each"]))
+def test_a_target_of_few_tokens_is_judged_as_of_all(lengths, seed, reduced):
+    """What the target leaves out has probability 0; so has what the drafter cannot say."""
+    drafts, draft_probs, target_probs, coins = a_round(lengths, seed)
+    generator = torch.Generator().manual_seed(seed)
+    target_ids = torch.rand(target_probs.shape, generator=generator).topk(3).indices.sort().values
+    few = target_probs.gather(1, target_ids)
+    target_probs = torch.zeros_like(target_probs).scatter(1, target_ids, few)
+    draft_ids = None
+    if reduced is not None:
+        shape = (VOCAB,) if reduced == "one set" else draft_probs.shape
+        draft_ids = torch.rand(shape, generator=generator).topk(3, dim=-1).indices.sort(dim=-1).values
+        draft_probs = draft_probs[..., :3].contiguous()
+        drafts = draft_ids.expand_as(draft_probs).gather(2, draft_probs.argmax(dim=-1, keepdim=True)).squeeze(2)
+    found = []
+
+    def draw(probs: torch.Tensor) -> torch.Tensor:
+        found.append(probs)
+        return probs.argmax(dim=-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "draw_tokens", draw)
+        patch.setattr(sampling, "draw_accepts", lambda accept_probs: coins[:, : accept_probs.shape[1]] < accept_probs)
+        of_all = Verification(drafts, lengths).sampled(target_probs, draft_probs, None, draft_ids)
+        of_few = Verification(drafts, lengths).sampled(few, draft_probs, None, draft_ids, target_ids)
+    assert torch.equal(of_few.accepted, of_all.accepted) and torch.equal(of_few.tokens, of_all.tokens)
+    places = [sum(lengths[:row]) + row + accepted for row, accepted in enumerate(of_few.accepted.tolist())]
+    spread = torch.zeros_like(found[0]).scatter(1, target_ids[places], found[1])
+    torch.testing.assert_close(spread, found[0], rtol=1e-12, atol=0)
+
+
 def test_coins_that_cannot_matter_do_not(monkeypatch):
     """Those of drafts that were not sent, and those behind a rejected draft."""
     lengths = [3, 1, 0, 4]
