@@ -24,7 +24,6 @@ from transformers.generation.streamers import BaseStreamer
 from . import sampling
 from .candidate_generator import Candidates, DSparkCandidateGenerator, check_fits
 from .compat import CACHE_NAME
-from .modeling.modeling_dspark import tokens_at
 from .processing import ProcessorChain
 from .profiles import explain_missing, find_profile
 from .sampling import Verdict, Verification
@@ -88,6 +87,11 @@ class _Recorder:
         self.hidden_states = [[] for _ in range(rows)] if wanted and config.output_hidden_states else None
         self.attentions = [[] for _ in range(rows)] if wanted and config.output_attentions else None
         self.prompt_hidden_states = self.prompt_attentions = None
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether scores or logits are wanted."""
+        return self.scores is not None or self.logits is not None
 
     def prompt(self, outputs: Any) -> None:
         """Take the prompt's own states and weights, which stand at the first token."""
@@ -273,9 +277,11 @@ class _Run:
 
     def _choose_first(self, logits: torch.Tensor) -> None:
         """The first anchors: the target's own tokens after the prompt."""
-        scores, ids, raw = self._process(logits, [(row, self.sequences.prefix(row), 0) for row in self.active])
-        if self.do_sample:
-            tokens = tokens_at(ids, sampling.draw_tokens(sampling.probabilities(scores)))
+        scores, raw = self._process(logits, [(row, self.sequences.prefix(row), 0) for row in self.active])
+        if self.by_step:
+            tokens = sampling.draw_among(*self._law(scores))
+        elif self.do_sample:
+            tokens = sampling.draw_tokens(sampling.probabilities(scores))
         else:
             tokens = sampling.most_likely(scores)
         self.processors.commit(len(self.active))
@@ -358,8 +364,8 @@ class _Run:
                 for row, length in zip(rows, lengths, strict=True)
                 for step in range(length + 1)
             ]
-        scores, ids, raw = self._process(output.logits, prefixes)
-        verdict = self._judge(candidates, lengths, scores, ids)
+        scores, raw = self._process(output.logits, prefixes)
+        verdict = self._judge(candidates, lengths, scores)
         outcome = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the round's one wait
         self._learn(rows, candidates, [accepted for accepted, *_ in outcome])
         self.sequences.put(rows, verdict.tokens)
@@ -401,21 +407,30 @@ class _Run:
 
     def _process(
         self, logits: torch.Tensor, prefixes: Sequence[tuple[int, torch.LongTensor, int]]
-    ) -> tuple[torch.Tensor, torch.LongTensor | None, torch.Tensor | None]:
-        """Processed scores in float32 or better, their tokens if not all, and the raw logits if they are wanted."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Processed scores in float32 or better, or logits if they are not needed or later, and raw ones if wanted."""
         logits = logits.to(self.sequences.tokens.device)
-        recorded = self.recorder.scores is not None or self.recorder.logits is not None
-        if not (self.do_sample or self.processors or recorded):
-            return logits, None, None
-        if self.do_sample and not recorded and logits.device.type == "cpu" and self.processors.ends_in_nucleus:
-            return *self.processors.nuclei(logits), None
+        if self.by_step or not (self.do_sample or self.processors or self.recorder.keeps_scores):
+            return logits, None
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         raw = scores.clone() if self.recorder.logits is not None else None
-        return (self.processors(prefixes, scores, record=True) if self.processors else scores), None, raw
+        return (self.processors(prefixes, scores, record=True) if self.processors else scores), raw
 
-    def _judge(
-        self, candidates: Candidates | None, lengths: list[int], scores: torch.Tensor, ids: torch.LongTensor | None
-    ) -> Verdict:
+    @property
+    def by_step(self) -> bool:
+        """Whether positions are processed only once it is known that a row gets there, which pays on a CPU."""
+        wanted = self.recorder.keeps_scores or self.processors.reads_tokens
+        return self.do_sample and not wanted and self.sequences.tokens.device.type == "cpu"
+
+    def _law(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+        """Probabilities of the tokens at some positions, and the tokens if not all, on a CPU."""
+        if self.processors.ends_in_nucleus:
+            scores, ids = self.processors.nuclei(logits)
+            return sampling.probabilities(scores), ids
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return sampling.probabilities(self.processors((), scores) if self.processors else scores), None
+
+    def _judge(self, candidates: Candidates | None, lengths: list[int], scores: torch.Tensor) -> Verdict:
         """Accept or reject."""
         if candidates is None:
             none = self.sequences.tokens.new_zeros(len(lengths), 0)
@@ -424,9 +439,12 @@ class _Run:
         else:
             verification, synthetic = Verification(candidates.tokens, lengths), candidates.synthetic
             draft_probs, draft_ids = candidates.draft_probs, candidates.draft_ids
+        if self.by_step:
+            return verification.sampled_by_step(
+                lambda places: self._law(scores[places]), draft_probs, synthetic, draft_ids
+            )
         if self.do_sample:
-            probs = sampling.probabilities(scores)
-            return verification.sampled(probs, draft_probs, synthetic, draft_ids, ids)
+            return verification.sampled(sampling.probabilities(scores), draft_probs, synthetic, draft_ids)
         return verification.greedy(scores, synthetic)
 
     def _append(
