@@ -39,8 +39,11 @@ class Path:
         self.beginning, self.taken, self.others, self.probability = beginning, [], [], 1.0
 
     def choose(self, probs: Sequence[float]) -> int:
-        # Numbered among those that are possible: a token's column may depend on the other rows of the batch.
+        # Numbered among those that are possible, and only where there are several: a token's column, and whether a coin
+        # that is certain is tossed, may depend on the other rows of the batch.
         branches = [branch for branch, probability in enumerate(probs) if probability > ZERO]
+        if len(branches) == 1:
+            return branches[0]
         number = 0
         if len(self.taken) < len(self.beginning):
             number = self.beginning[len(self.taken)]
@@ -374,7 +377,7 @@ def test_nuclei_that_most_tokens_are_not_looked_at_for(monkeypatch):
 
     monkeypatch.setattr(processing, "find_nuclei", find)
     target, walk = random_target(vocab_size=6, seed=2), Walk(monkeypatch, width=1)
-    options = after(3, temperature=0.4, top_p=0.75)
+    options = after(3, temperature=1.0, top_p=0.75)
     found = speculative_distribution(target, random_drafter("vanilla", vocab_size=6, seed=6), walk, options, walkers=4)
     check(found, target_distribution(target, options), walk)
     assert sizes[True] and sizes[False]
