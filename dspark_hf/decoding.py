@@ -88,6 +88,11 @@ class _Recorder:
         self.attentions = [[] for _ in range(rows)] if wanted and config.output_attentions else None
         self.prompt_hidden_states = self.prompt_attentions = None
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether scores or logits are wanted."""
+        return self.scores is not None or self.logits is not None
+
     def prompt(self, outputs: Any) -> None:
         """Take the prompt's own states and weights, which stand at the first token."""
         self.prompt_hidden_states = outputs.hidden_states if self.hidden_states is not None else None
@@ -273,7 +278,9 @@ class _Run:
     def _choose_first(self, logits: torch.Tensor) -> None:
         """The first anchors: the target's own tokens after the prompt."""
         scores, raw = self._process(logits, [(row, self.sequences.prefix(row), 0) for row in self.active])
-        if self.do_sample:
+        if self.by_step:
+            tokens = sampling.draw_among(*self._law(scores))
+        elif self.do_sample:
             tokens = sampling.draw_tokens(sampling.probabilities(scores))
         else:
             tokens = sampling.most_likely(scores)
@@ -401,16 +408,27 @@ class _Run:
     def _process(
         self, logits: torch.Tensor, prefixes: Sequence[tuple[int, torch.LongTensor, int]]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Processed scores in float32 or better, and the raw logits if they are wanted."""
-        device = self.sequences.tokens.device
-        needed = (
-            self.do_sample or self.processors or self.recorder.scores is not None or self.recorder.logits is not None
-        )
-        if not needed:
-            return logits.to(device), None
-        scores = logits.to(device=device, dtype=torch.promote_types(logits.dtype, torch.float32))
+        """Processed scores in float32 or better, or logits if they are not needed or later, and raw ones if wanted."""
+        logits = logits.to(self.sequences.tokens.device)
+        if self.by_step or not (self.do_sample or self.processors or self.recorder.keeps_scores):
+            return logits, None
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         raw = scores.clone() if self.recorder.logits is not None else None
         return (self.processors(prefixes, scores, record=True) if self.processors else scores), raw
+
+    @property
+    def by_step(self) -> bool:
+        """Whether positions are processed only once it is known that a row gets there, which pays on a CPU."""
+        wanted = self.recorder.keeps_scores or self.processors.reads_tokens
+        return self.do_sample and not wanted and self.sequences.tokens.device.type == "cpu"
+
+    def _law(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+        """Probabilities of the tokens at some positions, and the tokens if not all, on a CPU."""
+        if self.processors.ends_in_nucleus:
+            scores, ids = self.processors.nuclei(logits)
+            return sampling.probabilities(scores), ids
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return sampling.probabilities(self.processors((), scores) if self.processors else scores), None
 
     def _judge(self, candidates: Candidates | None, lengths: list[int], scores: torch.Tensor) -> Verdict:
         """Accept or reject."""
@@ -421,6 +439,10 @@ class _Run:
         else:
             verification, synthetic = Verification(candidates.tokens, lengths), candidates.synthetic
             draft_probs, draft_ids = candidates.draft_probs, candidates.draft_ids
+        if self.by_step:
+            return verification.sampled_by_step(
+                lambda places: self._law(scores[places]), draft_probs, synthetic, draft_ids
+            )
         if self.do_sample:
             return verification.sampled(sampling.probabilities(scores), draft_probs, synthetic, draft_ids)
         return verification.greedy(scores, synthetic)

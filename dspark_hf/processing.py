@@ -4,18 +4,17 @@ others, once, in order.
 """
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
-from .nucleus import filter_nucleus
+from .nucleus import ROWS_AT_ONCE, filter_nucleus, find_nuclei
 from .snapshot import Snapshot
 
 
-# Positions that a CPU takes at a time: fresh memory for more costs more than what is done in it.
-_ROWS_AT_ONCE = 8
 # These read only the scores, so all positions can be given to them at once.
 _READ_ONLY_SCORES = (
     host.EpsilonLogitsWarper,
@@ -31,6 +30,8 @@ _READ_ONLY_SCORES = (
 )
 # These do not care which token a score belongs to, so they can be given the scores of some tokens only.
 _BLIND_TO_TOKENS = tuple(kind for kind in _READ_ONLY_SCORES if kind is not host.SuppressTokensLogitsProcessor)
+# These leave a higher score the higher or equal.
+_KEEP_ORDER = (host.TemperatureLogitsWarper, host.TopKLogitsWarper)
 # These keep a state that cannot be taken back when a draft is rejected.
 _CANNOT_ROLL_BACK = (
     host.ClassifierFreeGuidanceLogitsProcessor,
@@ -109,8 +110,8 @@ class ProcessorChain:
         """
         if self.own:
             return self._position_by_position(prefixes, scores, record)
-        if scores.device.type == "cpu" and len(scores) > _ROWS_AT_ONCE and not self.reads_tokens:
-            for part in scores.split(_ROWS_AT_ONCE):
+        if scores.device.type == "cpu" and len(scores) > ROWS_AT_ONCE and not self.reads_tokens:
+            for part in scores.split(ROWS_AT_ONCE):
                 part.copy_(self((), part))
             return scores
         for number, processor in enumerate(self.processors):
@@ -126,6 +127,26 @@ class ProcessorChain:
                     ]
                 )
         return scores
+
+    @property
+    def ends_in_nucleus(self) -> bool:
+        """Whether [`ProcessorChain.nuclei`] can stand in for a call on a CPU."""
+        *first, last = self.processors or [None]
+        plain = type(last) is host.TopPLogitsWarper and all(type(processor) in _KEEP_ORDER for processor in first)
+        return plain and all(getattr(p, "filter_value", -math.inf) == -math.inf for p in self.processors)
+
+    def nuclei(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
+        """
+        Process several positions as a call would, and leave out tokens at -inf where few are left.
+
+        Args:
+            logits (`torch.Tensor` of shape `(positions, vocab_size)`): On a CPU, in any dtype.
+
+        Returns:
+            Scores and tokens as [`find_nuclei`] returns them.
+        """
+        *warpers, last = self.processors
+        return find_nuclei(warpers, last, logits)
 
     def _position_by_position(
         self, prefixes: Sequence[tuple[int, torch.LongTensor, int]], scores: torch.Tensor, record: bool

@@ -3,6 +3,7 @@ Logits to tokens, and the rule that keeps the target's distribution. All randomn
 [`draw_tokens`] and [`draw_accepts`], so that a test can enumerate every outcome.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,12 @@ def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
     # Rounding may put what is left of the number at the chunk's end, where no token is.
     left = torch.minimum(drawn - before, within[:, -1:].nextafter(torch.zeros_like(total)))
     return (chunk * _CHUNK + torch.searchsorted(within, left, right=True)).squeeze(1)
+
+
+def draw_among(probs: torch.Tensor, ids: torch.LongTensor | None) -> torch.LongTensor:
+    """One token a row, `(rows,)`, from `(rows, tokens)` probabilities of all tokens or of `ids`, of the same shape."""
+    places = draw_tokens(probs)
+    return places if ids is None else ids.gather(1, places[:, None]).squeeze(1)
 
 
 def most_likely(scores: torch.Tensor) -> torch.LongTensor:
@@ -153,11 +160,10 @@ class Verification:
         """
         longest = self.drafts.shape[1]
         of_target = target_probs[self.index[:, :longest], self.drafts]
-        places = self.drafts[..., None].contiguous()
-        if draft_ids is not None:
-            own = draft_ids.dim() == 3
-            places = torch.searchsorted(draft_ids[:, :longest].contiguous() if own else draft_ids, places)
-        of_drafter = draft_probs[:, :longest].gather(2, places).squeeze(2)
+        own = draft_ids is not None and draft_ids.dim() == 3
+        ids = draft_ids[:, :longest].contiguous() if own else draft_ids
+        drafts = self.drafts[..., None].contiguous()
+        of_drafter = probabilities_of(drafts, draft_probs[:, :longest], ids).squeeze(2)
         accept_probs = (of_target / of_drafter).clamp(max=1.0)
         if synthetic is not None:
             accept_probs = synthetic[:, :longest].to(accept_probs)
@@ -169,14 +175,86 @@ class Verification:
                 return draw_tokens(probs)
             rows = torch.arange(len(accepted), device=accepted.device)
             at = accepted.clamp(max=longest - 1)
-            of_rejected = draft_probs[rows, at]
-            if draft_ids is not None:
-                ids = draft_ids[rows, at] if draft_ids.dim() == 3 else draft_ids.expand_as(of_rejected)
-                of_rejected = torch.zeros_like(probs).scatter_(1, ids, of_rejected.to(probs.dtype))
-            rejected = (accepted < self.lengths)[:, None]
-            return draw_tokens(torch.where(rejected, residual(probs, of_rejected), probs))
+            ids = draft_ids[rows, at] if own else draft_ids
+            left = residual(probs, _at_tokens(None, draft_probs[rows, at], ids, probs))
+            return draw_tokens(torch.where((accepted < self.lengths)[:, None], left, probs))
 
         return self._verdict(accepts, own_tokens)
+
+    def sampled_by_step(
+        self,
+        target_law: Callable[[torch.LongTensor], tuple[torch.Tensor, torch.LongTensor | None]],
+        draft_probs: torch.Tensor,
+        synthetic: torch.Tensor | None = None,
+        draft_ids: torch.LongTensor | None = None,
+    ) -> Verdict:
+        """
+        The same, one draft of each row after the other, so that nothing is asked of the target behind a rejected one.
+        Each step waits for its coins; an accelerator had better take all at once.
+
+        Args:
+            target_law (`Callable`): Called with places among the target's scores, `(places,)`; returns the target's
+                probabilities there, `(places, vocab_size)`, and `None`, or `(places, tokens)` and the tokens,
+                increasing, of the same shape, that they are of: all others have target probability 0.
+            draft_probs, synthetic, draft_ids: As for [`Verification.sampled`].
+        """
+        accepted = torch.zeros_like(self.lengths)
+        tokens = torch.cat([self.drafts, self.drafts.new_zeros(len(self.drafts), 1)], dim=1)
+        rows = torch.arange(len(tokens), device=tokens.device)  # whose drafts were accepted so far
+        for step in range(tokens.shape[1]):
+            probs, ids = target_law(self.index[rows, step])
+            if step == self.drafts.shape[1]:
+                tokens[rows, step] = draw_among(probs, ids)
+                break
+            sent, drafts, of_drafter = self.sent[rows, step], self.drafts[rows, step, None], draft_probs[rows, step]
+            own = draft_ids[rows, step] if draft_ids is not None and draft_ids.dim() == 3 else draft_ids
+            if synthetic is None:
+                accept_probs = probabilities_of(drafts, probs, ids) / probabilities_of(drafts, of_drafter, own)
+            else:
+                accept_probs = synthetic[rows, step, None].to(probs)
+            accepts = draw_accepts(torch.where(sent, accept_probs.squeeze(1).clamp(max=1.0), 0.0)) & sent
+            if not accepts.all():
+                ends = ~accepts
+                probs, ids = probs[ends], None if ids is None else ids[ends]
+                own = own[ends] if own is not None and own.dim() == 2 else own
+                left = residual(probs, _at_tokens(ids, of_drafter[ends], own, probs))
+                tokens[rows[ends], step] = draw_among(torch.where(sent[ends, None], left, probs), ids)
+            rows = rows[accepts]
+            if len(rows) == 0:
+                break
+            accepted[rows] += 1
+        return Verdict(accepted, tokens)
+
+
+def _at_tokens(
+    tokens: torch.LongTensor | None, probs: torch.Tensor, ids: torch.LongTensor | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The probabilities of all tokens or those given, `(rows, tokens)`: of the shape of `like`."""
+    if tokens is not None:
+        return probabilities_of(tokens, probs, ids)
+    if ids is None:
+        return probs
+    return torch.zeros_like(like).scatter_(1, ids.expand_as(probs), probs.to(like.dtype))
+
+
+def probabilities_of(tokens: torch.LongTensor, probs: torch.Tensor, ids: torch.LongTensor | None) -> torch.Tensor:
+    """
+    Look up the probabilities of some tokens.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(..., wanted)`): The tokens.
+        probs (`torch.Tensor` of shape `(..., known)`): Probabilities.
+        ids (`torch.LongTensor` of shape `(known,)` or `(..., known)`, *optional*): The tokens, increasing, that they
+            are of, all others having none; by default all tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(..., wanted)`.
+    """
+    if ids is None:
+        return probs.gather(-1, tokens)
+    places = torch.searchsorted(ids, tokens).clamp(max=probs.shape[-1] - 1)
+    found = (ids[places] if ids.dim() == 1 else ids.gather(-1, places)) == tokens
+    return torch.where(found, probs.gather(-1, places), 0.0)
 
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:

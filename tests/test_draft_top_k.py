@@ -145,14 +145,14 @@ def test_rows_of_a_batch(monkeypatch):
 def test_a_distribution_that_was_not_drawn_from_is_found_out(monkeypatch):
     """The same check fails if verification takes the few tokens in another order than they were drawn in."""
     target, walk, options = random_target(), Walk(monkeypatch, width=1), after(3, top_k=3)
-    drafter, sampled = restricted(random_drafter(), 2), sampling.Verification.sampled
+    drafter, sampled = restricted(random_drafter(), 2), sampling.Verification.sampled_by_step
 
     def misled(self, target_probs, draft_probs, synthetic=None, draft_ids=None):
         return sampled(self, target_probs, draft_probs.flip(2), synthetic, draft_ids)
 
     expected = target_distribution(target, options)
     assert largest_difference(speculative_distribution(target, drafter, walk, options), expected) < 1e-9
-    monkeypatch.setattr(sampling.Verification, "sampled", misled)
+    monkeypatch.setattr(sampling.Verification, "sampled_by_step", misled)
     assert largest_difference(speculative_distribution(target, drafter, walk, options), expected) > 1e-3
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny import HEADS, random_drafter, random_target
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from dspark_hf import DSparkDraftModel, sampling, scheduling
+from dspark_hf import DSparkDraftModel, nucleus, processing, sampling, scheduling
 from dspark_hf.scheduling import lengths_by_threshold, survivals
 from dspark_hf.sequences import Sequences
 
@@ -39,16 +39,20 @@ class Path:
         self.beginning, self.taken, self.others, self.probability = beginning, [], [], 1.0
 
     def choose(self, probs: Sequence[float]) -> int:
+        # Numbered among those that are possible, and only where there are several: a token's column, and whether a coin
+        # that is certain is tossed, may depend on the other rows of the batch.
         branches = [branch for branch, probability in enumerate(probs) if probability > ZERO]
-        branch = branches[0]
+        if len(branches) == 1:
+            return branches[0]
+        number = 0
         if len(self.taken) < len(self.beginning):
-            branch = self.beginning[len(self.taken)]
-            assert branch in branches, "the tree changed between two visits"
+            number = self.beginning[len(self.taken)]
+            assert number < len(branches), "the tree changed between two visits"
         else:
-            self.others += [[*self.taken, other] for other in branches[1:]]
-        self.taken.append(branch)
-        self.probability *= probs[branch] / math.fsum(probs)
-        return branch
+            self.others += [[*self.taken, other] for other in range(1, len(branches))]
+        self.taken.append(number)
+        self.probability *= probs[branches[number]] / math.fsum(probs)
+        return branches[number]
 
 
 class Walk:
@@ -68,43 +72,66 @@ class Walk:
         anchors, begin = Sequences.anchors, sampling.Verification.__init__
 
         def anchors_of(sequences: Sequences, rows: Sequence[int]) -> torch.Tensor:
-            self.rows = list(rows)
+            self.take(rows)
             return anchors(sequences, rows)
 
         def begin_with(verification: sampling.Verification, drafts: torch.Tensor, verify_lengths: list[int]) -> None:
             self.sent = verify_lengths
+            self.take(self.rows)
             begin(verification, drafts, verify_lengths)
+
+        def counted(verify: Callable[..., sampling.Verdict]) -> Callable[..., sampling.Verdict]:
+            def verify_and_count(*args: Any) -> sampling.Verdict:
+                verdict = verify(*args)
+                self.verify_lengths.update(self.sent)
+                self.accepted.update(verdict.accepted.tolist())
+                return verdict
+
+            return verify_and_count
 
         monkeypatch.setattr(Sequences, "anchors", anchors_of)
         monkeypatch.setattr(sampling.Verification, "__init__", begin_with)
+        for name in ("sampled", "sampled_by_step"):
+            monkeypatch.setattr(sampling.Verification, name, counted(getattr(sampling.Verification, name)))
 
     def begin(self, beginnings: list[list[int]]) -> list[Path]:
         self.paths = [Path(beginning) for beginning in beginnings]
-        self.rows = list(range(len(beginnings) * self.width))
+        self.take(range(len(beginnings) * self.width))
         return self.paths
 
-    def in_order(self) -> list[tuple[int, int]]:
-        """Where each row stands, and the row, in the order of rows: other walkers may have moved a walker's."""
-        return sorted(enumerate(self.rows), key=lambda pair: pair[1])
+    def take(self, rows: Sequence[int]) -> None:
+        """All of a batch's rows have a token to draw."""
+        self.rows = list(rows)
+        self.going_on = self.drawing = list(range(len(self.rows)))
+
+    def in_order(self, places: list[int]) -> list[tuple[int, Path]]:
+        """Number and path of each of some places in the order of rows: other walkers may have moved a walker's."""
+        by_row = sorted(range(len(places)), key=lambda number: self.rows[places[number]])
+        return [(number, self.paths[self.rows[places[number]] // self.width]) for number in by_row]
 
     def draw_tokens(self, probs: torch.Tensor) -> torch.Tensor:
-        assert probs.shape[0] == len(self.rows) and probs.dtype == torch.float64
-        tokens = torch.zeros(len(self.rows), dtype=torch.long)
-        for place, row in self.in_order():
-            tokens[place] = self.paths[row // self.width].choose(probs[place].tolist())
+        assert probs.shape[0] == len(self.drawing) and probs.dtype == torch.float64
+        tokens = torch.zeros(len(self.drawing), dtype=torch.long)
+        for number, path in self.in_order(self.drawing):
+            tokens[number] = path.choose(probs[number].tolist())
+        self.drawing = self.going_on
         return tokens
 
     def draw_accepts(self, accept_probs: torch.Tensor) -> torch.Tensor:
         accepts = torch.zeros_like(accept_probs, dtype=torch.bool)
-        for index, row in self.in_order():
-            sent = self.sent[index]
-            self.verify_lengths[sent] += 1
-            for slot in range(sent):
+        if accept_probs.dim() == 1:  # one step: those that end here draw their token before the others go on
+            for number, path in self.in_order(self.going_on):
+                accepts[number] = bool(path.choose([1 - accept_probs[number].item(), accept_probs[number].item()]))
+            ended = [place for place, accept in zip(self.going_on, accepts.tolist(), strict=True) if not accept]
+            self.going_on = [place for place in self.going_on if place not in ended]
+            self.drawing = ended or self.going_on
+            return accepts
+        for index, path in self.in_order(list(range(len(self.rows)))):
+            for slot in range(self.sent[index]):
                 accept_prob = accept_probs[index, slot].item()
-                if not self.paths[row // self.width].choose([1 - accept_prob, accept_prob]):
+                if not path.choose([1 - accept_prob, accept_prob]):
                     break
                 accepts[index, slot] = True
-            self.accepted[int(accepts[index].sum())] += 1
         return accepts
 
 
@@ -310,6 +337,7 @@ PROCESSORS = {
     "high temperature": {"temperature": 3.0, "top_k": 3},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.8},
+    "temperature, top_k and top_p": {"temperature": 0.7, "top_k": 3, "top_p": 0.9},
     "min_p": {"min_p": 0.15},
     "typical_p": {"typical_p": 0.7},
     "epsilon": {"epsilon_cutoff": 0.05, "top_k": 3},
@@ -336,6 +364,23 @@ def test_processors(name, monkeypatch):
     target, walk, options = random_target(seed=2), Walk(monkeypatch, width=1), after(3, **PROCESSORS[name])
     found = speculative_distribution(target, random_drafter("vanilla", seed=6), walk, options)
     check(found, target_distribution(target, options), walk)
+
+
+def test_nuclei_that_most_tokens_are_not_looked_at_for(monkeypatch):
+    monkeypatch.setattr(nucleus, "_FIRST_LOOK", 2)
+    found_nuclei, sizes = nucleus.find_nuclei, Counter()
+
+    def find(*args):
+        scores, tokens = found_nuclei(*args)
+        sizes[tokens is None] += 1
+        return scores, tokens
+
+    monkeypatch.setattr(processing, "find_nuclei", find)
+    target, walk = random_target(vocab_size=6, seed=2), Walk(monkeypatch, width=1)
+    options = after(3, temperature=1.0, top_p=0.75)
+    found = speculative_distribution(target, random_drafter("vanilla", vocab_size=6, seed=6), walk, options, walkers=4)
+    check(found, target_distribution(target, options), walk)
+    assert sizes[True] and sizes[False]
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4])

@@ -120,18 +120,24 @@ def test_a_draft_is_never_longer_than_what_may_come(tiny_target, monkeypatch):
 def test_the_tensor_drawn_from_is_the_one_in_the_ratio(dtype, tiny_target, monkeypatch, candidates_seen):
     target, drafter = copy.deepcopy(tiny_target).to(dtype), load_drafter("deepspec-gated").to(dtype)
     drawn, ratios = [], []
-    draw_tokens, sampled = sampling.draw_tokens, Verification.sampled
+    draw_tokens, sampled = sampling.draw_tokens, Verification.sampled_by_step
 
     def record_draw(probs):
         drawn.append(probs.clone())
         return draw_tokens(probs)
 
-    def record_ratio(self, target_probs, draft_probs, *args):
+    def record_ratio(self, target_law, draft_probs, *args):
+        target_probs = []
+
+        def record_law(places):
+            target_probs.append(target_law(places))
+            return target_probs[-1]
+
         ratios.append((target_probs, draft_probs.clone()))
-        return sampled(self, target_probs, draft_probs, *args)
+        return sampled(self, record_law, draft_probs, *args)
 
     monkeypatch.setattr(sampling, "draw_tokens", record_draw)
-    monkeypatch.setattr(Verification, "sampled", record_ratio)
+    monkeypatch.setattr(Verification, "sampled_by_step", record_ratio)
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 5, "temperature": 0.8, "assistant_model": drafter}
     generate(target, encode(LONG), max_new_tokens=12, **options)
@@ -143,6 +149,7 @@ def test_the_tensor_drawn_from_is_the_one_in_the_ratio(dtype, tiny_target, monke
         start += slots + 1
     assert len(drawn) - start in (0, 1) and len(blocks) >= 2  # a last round may have no room for drafts
     for (target_probs, draft_probs), block, candidates in zip(ratios, blocks, candidates_seen, strict=False):
+        target_probs = torch.cat([probs for probs, ids in target_probs if ids is None])
         assert draft_probs.dtype == target_probs.dtype == torch.float32
         assert torch.equal(draft_probs, block) and torch.equal(draft_probs, candidates.draft_probs)
         for probs in (draft_probs, target_probs):  # a few more than five where bfloat16 logits are equal
@@ -155,7 +162,8 @@ def test_a_greedy_draft_is_not_drawn_and_has_no_distribution(tiny_target, monkey
 
     for name in ("draw_tokens", "draw_accepts"):
         monkeypatch.setattr(sampling, name, fail)
-    monkeypatch.setattr(Verification, "sampled", fail)
+    for name in ("sampled", "sampled_by_step"):
+        monkeypatch.setattr(Verification, name, fail)
     state = torch.random.get_rng_state()
     generate(tiny_target, encode(LONG), assistant_model=drafter_of("deepspec-vanilla"))
     assert torch.equal(state, torch.random.get_rng_state())

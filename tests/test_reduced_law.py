@@ -121,14 +121,14 @@ def test_every_outcome_where_slot_0_is_no_draft(head, monkeypatch):
 def test_a_map_that_was_not_drafted_through_is_found_out(monkeypatch):
     """The same check fails if verification takes draft ids for the target's."""
     target, walk, options = random_target(), Walk(monkeypatch, width=1), after(3, top_k=3)
-    sampled = sampling.Verification.sampled
+    sampled = sampling.Verification.sampled_by_step
 
-    def unmapped(self, target_probs, draft_probs, synthetic=None, draft_ids=None):
-        return sampled(self, target_probs, draft_probs, synthetic, torch.tensor([0, 2, 3]) - torch.tensor([0, 1, 0]))
+    def unmapped(self, target_law, draft_probs, synthetic=None, draft_ids=None):
+        return sampled(self, target_law, draft_probs, synthetic, torch.tensor([0, 2, 3]) - torch.tensor([0, 1, 0]))
 
     expected = target_distribution(target, options)
     assert largest_difference(speculative_distribution(target, reduced_drafter(), walk, options), expected) < 1e-9
-    monkeypatch.setattr(sampling.Verification, "sampled", unmapped)
+    monkeypatch.setattr(sampling.Verification, "sampled_by_step", unmapped)
     assert largest_difference(speculative_distribution(target, reduced_drafter(), walk, options), expected) > 1e-3
 
 

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,71 @@ def test_sampled_verification_of_ragged_rows(lengths, seed, agree):
         assert verdict.tokens[row, : accepted + 1].tolist() == [*drafts[row, :accepted].tolist(), int(own.argmax())]
 
 
+class Steps:
+    """Verifies by step with given coins, and keeps which places were asked for and what was drawn from."""
+
+    def __init__(self, lengths: list[int], target_probs: torch.Tensor, target_ids: torch.Tensor | None):
+        self.place_of = [(row, step) for row, length in enumerate(lengths) for step in range(length + 1)]
+        self.target_probs, self.target_ids = target_probs, target_ids
+        self.asked: list[int] = []
+        self.drawn_from: dict[int, torch.Tensor] = {}
+
+    def law(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.asked += places.tolist()
+        self.rows, self.steps = map(list, zip(*(self.place_of[place] for place in places), strict=True))
+        self.ending = self.rows
+        return self.target_probs[places], None if self.target_ids is None else self.target_ids[places]
+
+    def __call__(self, drafts: torch.Tensor, lengths: list[int], coins: torch.Tensor, *args: Any) -> sampling.Verdict:
+        def toss(accept_probs: torch.Tensor) -> torch.Tensor:
+            accepts = coins[self.rows, [min(step, 3) for step in self.steps]] < accept_probs
+            self.ending = [row for row, accept in zip(self.rows, accepts.tolist(), strict=True) if not accept]
+            return accepts
+
+        def draw(probs: torch.Tensor) -> torch.Tensor:
+            self.drawn_from |= dict(zip(self.ending, probs, strict=True))
+            return probs.argmax(dim=-1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "draw_tokens", draw)
+            patch.setattr(sampling, "draw_accepts", toss)
+            return Verification(drafts, lengths).sampled_by_step(self.law, *args)
+
+
+@settings(deadline=None, derandomize=True)
+@given(lengths_of_rows, st.integers(0, 10**6), st.sampled_from([None, "one set", "a set each"]), st.booleans())
+def test_step_by_step_is_all_at_once(lengths, seed, reduced, few):
+    """With the target's probabilities of all tokens, or of those alone that it can say."""
+    drafts, draft_probs, target_probs, coins = a_round(lengths, seed)
+    generator = torch.Generator().manual_seed(seed)
+    target_ids = torch.rand(target_probs.shape, generator=generator).topk(3).indices.sort().values
+    of_ids = target_probs.gather(1, target_ids)
+    target_probs = torch.zeros_like(target_probs).scatter(1, target_ids, of_ids)
+    draft_ids = None
+    if reduced is not None:
+        shape = (VOCAB,) if reduced == "one set" else draft_probs.shape
+        draft_ids = torch.rand(shape, generator=generator).topk(3, dim=-1).indices.sort(dim=-1).values
+        draft_probs = draft_probs[..., :3].contiguous()
+        drafts = draft_ids.expand_as(draft_probs).gather(2, draft_probs.argmax(dim=-1, keepdim=True)).squeeze(2)
+    drawn_from: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "draw_tokens", lambda probs: drawn_from.append(probs) or probs.argmax(dim=-1))
+        patch.setattr(sampling, "draw_accepts", lambda accept_probs: coins[:, : accept_probs.shape[1]] < accept_probs)
+        at_once = Verification(drafts, lengths).sampled(target_probs, draft_probs, None, draft_ids)
+    steps = Steps(lengths, of_ids if few else target_probs, target_ids if few else None)
+    by_step = steps(drafts, lengths, coins, draft_probs, None, draft_ids)
+    assert torch.equal(by_step.accepted, at_once.accepted)
+    reached = [(row, step) for row, accepted in enumerate(at_once.accepted.tolist()) for step in range(accepted + 1)]
+    assert sorted(steps.place_of[place] for place in steps.asked) == reached, "no place is asked for in vain"
+    for row, accepted in enumerate(at_once.accepted.tolist()):
+        assert by_step.tokens[row, : accepted + 1].tolist() == at_once.tokens[row, : accepted + 1].tolist()
+        found = steps.drawn_from[row]
+        if few:
+            ids = target_ids[steps.place_of.index((row, accepted))]
+            found = torch.zeros_like(drawn_from[0][row]).scatter(0, ids, found)
+        torch.testing.assert_close(found, drawn_from[0][row], rtol=1e-12, atol=0)
+
+
 def test_coins_that_cannot_matter_do_not(monkeypatch):
     """Those of drafts that were not sent, and those behind a rejected draft."""
     lengths = [3, 1, 0, 4]
@@ -229,15 +295,17 @@ def test_nothing_to_verify(do_sample):
     assert verdict.accepted.tolist() == [0, 0, 0] and verdict.tokens.shape == (3, 1)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("do_sample", "by_step"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("accept_prob", [0.0, 0.5, 1.0])
-def test_synthetic_acceptance_does_not_look_at_the_drafts(accept_prob, do_sample):
+def test_synthetic_acceptance_does_not_look_at_the_drafts(accept_prob, do_sample, by_step):
     torch.manual_seed(0)
     rows = 2000
     drafts, draft_probs, target_probs, _ = a_round([4] * rows, seed=1)
     verification = Verification(drafts, [4] * rows)
     accept_probs = torch.full((rows, 4), accept_prob)
-    if do_sample:
+    if by_step:
+        verdict = verification.sampled_by_step(lambda places: (target_probs[places], None), draft_probs, accept_probs)
+    elif do_sample:
         verdict = verification.sampled(target_probs, draft_probs, accept_probs)
     else:
         verdict = verification.greedy(target_probs.log(), accept_probs)
