@@ -39,8 +39,8 @@ class Path:
         self.beginning, self.taken, self.others, self.probability = beginning, [], [], 1.0
 
     def choose(self, probs: Sequence[float]) -> int:
-        # Numbered among those that are possible, and only where there are several: a token's column, and whether a coin
-        # that is certain is tossed, may depend on the other rows of the batch.
+        # Numbered among those that are possible, and only where there are several: the column of a token, and whether
+        # a coin that is certain is tossed, may depend on the other rows of the batch.
         branches = [branch for branch, probability in enumerate(probs) if probability > ZERO]
         if len(branches) == 1:
             return branches[0]
