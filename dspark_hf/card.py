@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,8 @@ from .card_tables import acceptance_details, acceptance_table, calibration_table
 
 if TYPE_CHECKING:
     from .modeling import DSparkConfig, DSparkDraftModel
+
+logger = logging.getLogger(__name__)
 
 PLOT_NAME = "calibration.png"
 FIGURES_FOLDER = "figures"
@@ -134,6 +137,9 @@ def render_card(
 
     sources = sources or CardSources()
     known = _read(drafter, folder, sources)
+    for name, value, example in (("target", known.target, "NAMESPACE/NAME"), ("licence", known.licence, "apache-2.0")):
+        if value is None:
+            logger.warning("The card says that its %s is not known; state it with `--%s %s`.", name, name, example)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",

@@ -452,3 +452,15 @@ def test_bad_input_is_one_line(folder, tmp_path, capsys, argv, parts):
     assert code == 2 and message.count("\n") == 1 and message.startswith("dspark card: error: ")
     for part in parts:
         assert part in message
+
+
+def test_who_renders_a_card_is_told_what_it_lacks(folder, caplog):
+    write(folder / "training.json", training() | {"target": {"id": "demo"}})
+    render(folder)
+    assert [record.getMessage().partition(";")[2].split("`")[1] for record in caplog.records] == [
+        "--target NAMESPACE/NAME",
+        "--licence apache-2.0",
+    ]
+    caplog.clear()
+    render(folder, target=TARGET, licence="apache-2.0")
+    assert not caplog.records
