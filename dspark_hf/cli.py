@@ -25,6 +25,7 @@ from .command_options import (
     positive_int,
 )
 from .loading import CommandError
+from .scheduling import SCHEDULES
 
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _add_generate(commands: Commands) -> None:
     generate.add_argument("--max-new-tokens", type=positive_int, default=256, help="default: %(default)s")
     add_temperature(generate)
     add_sampling(generate)
+    generate.add_argument("--schedule", choices=SCHEDULES, help="default: drafter's, else whole blocks")
     add_threshold(generate)
     add_placement(generate, dtype="auto")
     generate.set_defaults(run=_run_generate)
@@ -132,6 +134,7 @@ def _run_generate(
     top_p: float | None,
     top_k: int | None,
     seed: int,
+    schedule: str | None,
     threshold: float | None,
     dtype: str,
     device: str,
@@ -140,7 +143,7 @@ def _run_generate(
     """`dspark generate`: the text goes to stdout, everything about it to stderr."""
     from .loading import generation_options, load_pair, reporting
 
-    options = generation_options(max_new_tokens, temperature, top_p, top_k, threshold)
+    options = generation_options(max_new_tokens, temperature, top_p, top_k, threshold, schedule)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise CommandError(f"--prompt {prompt!r}: it is empty; give a text")

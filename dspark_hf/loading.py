@@ -331,6 +331,7 @@ def generation_options(
     top_p: float | None = None,
     top_k: int | None = None,
     threshold: float | None = None,
+    schedule: str | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of `generate`, the same for every way of decoding.
 
@@ -340,6 +341,7 @@ def generation_options(
         top_p (`float`, *optional*): nucleus size in (0, 1]; by default the target's own.
         top_k (`int`, *optional*): 0 keeps all tokens; by default the target's own.
         threshold (`float`, *optional*): `assistant_confidence_threshold` in [0, 1); by default the drafter's own.
+        schedule (`str`, *optional*): `num_assistant_tokens_schedule`; by default the drafter's own.
 
     Raises:
         `CommandError`: a sampling option was given for greedy decoding.
@@ -347,6 +349,8 @@ def generation_options(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if threshold is not None:
         options["assistant_confidence_threshold"] = threshold
+    if schedule is not None:
+        options["num_assistant_tokens_schedule"] = schedule
     for argument, value in (("--top-p", top_p), ("--top-k", top_k)):
         if value is not None and temperature == 0:
             raise CommandError(f"{argument} {value}: it has no effect at --temperature 0; set --temperature above 0")

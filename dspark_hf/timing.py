@@ -73,7 +73,7 @@ def timed_rows(
     if seed is not None:
         torch.manual_seed(seed)
     if not method.speculative:
-        options = {name: value for name, value in options.items() if name != "assistant_confidence_threshold"}
+        options = {name: value for name, value in options.items() if "assistant" not in name}
     with method.surroundings():
         _synchronize(pair)
         start = time.perf_counter()

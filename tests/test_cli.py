@@ -36,6 +36,7 @@ BAD_INPUT = [
     (["generate", "--prompt", "x", "--max-new-tokens", "0"], ["--max-new-tokens", "0", "at least 1"]),
     (["generate", "--prompt", "x", "--max-new-tokens", "ten"], ["--max-new-tokens", "'ten'", "whole number"]),
     (["generate", "--prompt", "x", "--threshold", "1"], ["--threshold", "1", "below 1"]),
+    (["generate", "--prompt", "x", "--schedule", "fast"], ["--schedule", "'fast'", "hardware_aware"]),
     (["generate", "--prompt", "x", "--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
     (["generate", "--prompt", ""], ["--prompt", "''", "give a text"]),
     (["generate"], ["--prompt", "required"]),

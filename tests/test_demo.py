@@ -329,5 +329,6 @@ def test_bench_and_generate_on_the_real_pair(converted_target, capsys, tmp_path)
     ]
     assert main(generate) == 0
     whole = capsys.readouterr().out
-    assert main([*generate, "--stream"]) == 0
-    assert "12" in whole and capsys.readouterr().out == whole
+    for more in (["--stream"], ["--schedule", "confidence", "--threshold", "0.9", "--compare"]):
+        assert main([*generate, *more]) == 0
+        assert "12" in whole and capsys.readouterr().out == whole
