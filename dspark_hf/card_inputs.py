@@ -56,6 +56,7 @@ _TRAINING_DATA = {
     "tokens": int,
     "supervised_tokens": int,
     "max_length": int,
+    "parts": list,
 }
 _TRAINING_EVALUATION = {"step": int, "blocks": int, "tokens": int, "mean_acceptance_length": dict}
 
@@ -84,7 +85,7 @@ class Sampling:
             parts.append(f"top_p {self.top_p:g}")
         if self.temperature > 0 and self.top_k:
             parts.append(f"top_k {self.top_k}")
-        return ", ".join(parts + ([] if self.thinking is None else [f"thinking {self.thinking}"]))
+        return ", ".join(parts + ([] if self.thinking in (None, "default") else [f"thinking {self.thinking}"]))
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,24 @@ def _training_data(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     grouped = {
         "temperatures": _part(path, data.get("sampling", {}), "temperatures", list, "data.sampling", needed=False),
         "samples": _part(path, samples, "done", int, "data.samples") if isinstance(samples, dict) else samples,
-        "prompts": prompts,
     }
-    return data | {key: value for key, value in grouped.items() if value}
+    data |= {"prompts": prompts} | {key: value for key, value in grouped.items() if value}
+    return data | _of_parts(path, data["parts"]) if data.get("parts") else data
+
+
+def _of_parts(path: Path, parts: list[Any]) -> dict[str, Any]:
+    """What is known of training texts that are several data sets together, which may be so themselves."""
+    known = [_training_data(path, _object(path, part, "an entry of data.parts")) for part in parts]
+    counts: dict[str, int] = {}
+    for entry in (entry for data in known for entry in data.get("prompts", [])):
+        count = entry.get("count")
+        counts[entry["source"]] = counts.get(entry["source"], 0) + (count if isinstance(count, int) else 0)
+    prompts = [{"source": source, "count": count or None} for source, count in counts.items()]
+    found: dict[str, Any] = {"prompts": prompts}
+    for name in ("temperatures", "thinking"):
+        if all(name in data and data[name] == known[0][name] for data in known):
+            found[name] = known[0][name]
+    return found
 
 
 def read_evaluation(path: str | Path) -> Evaluation:

@@ -261,6 +261,23 @@ def test_provenance_as_the_data_command_groups_it(folder):
     assert "as the chat template has it by default" in section(card, "Limits")
 
 
+def test_provenance_of_several_data_sets(folder):
+    """Also where one of them was put together itself."""
+    parts = [
+        {"prompts": {"sources": {}}, "thinking": "off"},  # the target wrote them itself
+        {"prompts": {"sources": {"maths": 10}}, "sampling": {"temperatures": [0.0, 1.0]}, "thinking": "off"},
+        {"prompts": [{"source": "chat", "count": 5}, {"source": "maths", "count": 7}], "thinking": "off"},
+    ]
+    record = training()
+    record["data"] = {"samples": 30, "parts": [{"parts": parts}, parts[1] | {"prompts": [{"source": "x"}]}]}
+    write(folder / "training.json", record)
+    told = section(render(folder), "Training")
+    assert "maths (17), chat (5), x" in told and "30 samples, thinking off" in told and "temperature" not in told
+    record["data"]["parts"][1]["thinking"] = "on"
+    write(folder / "training.json", record)
+    assert "thinking" not in section(render(folder), "Training")
+
+
 # Code.
 
 
