@@ -472,12 +472,12 @@ def test_a_scheduler_that_looks_ahead_is_found_out(monkeypatch):
 def test_a_draft_distribution_that_was_not_drawn_from_is_found_out(monkeypatch):
     """The same check fails if the ratio uses the drafter's distribution in half precision."""
     target, walk, options = random_target(), Walk(monkeypatch, width=1), after(3, top_k=3)
-    sampled = sampling.Verification.sampled
+    sampled = sampling.Verification.sampled_by_step
 
-    def rounded(self, target_probs, draft_probs, *args):
-        return sampled(self, target_probs, draft_probs.bfloat16().double(), *args)
+    def rounded(self, target_law, draft_probs, *args):
+        return sampled(self, target_law, draft_probs.bfloat16().double(), *args)
 
-    monkeypatch.setattr(sampling.Verification, "sampled", rounded)
+    monkeypatch.setattr(sampling.Verification, "sampled_by_step", rounded)
     found = speculative_distribution(target, random_drafter("rnn"), walk, options)
     assert largest_difference(found, target_distribution(target, options)) > 1e-6
 
