@@ -181,7 +181,7 @@ def science_prompts(draw: random.Random, count: int) -> list[str]:
 
 
 def foreign_prompts(draw: random.Random, count: int) -> list[str]:
-    """Requests in eleven other languages, as many in each."""
+    """Requests in eleven other languages, each as likely."""
     prompts = []
     for _ in range(count):
         language = draw.choice(TEMPLATES["foreign"])
