@@ -346,8 +346,8 @@ class _Run:
         logger.info("%s is not flattened: its attention has %s.", type(self.target).__name__, reason)
         mark_unstreamable(self.target, len(self.active))
         self.stream = open_stream(self.target, self.prompt, self.config, self.taps)
-        self.stream.keep_rows(self.active)
         self.stream.keep_finished = self.returns_cache
+        self.stream.keep_rows(self.active)
 
     def _commit(self, candidates: Candidates | None, output: StreamOutput) -> None:
         """Keep what the target accepts and its own token after that, up to where a row stops."""
@@ -418,9 +418,9 @@ class _Run:
 
     @property
     def by_step(self) -> bool:
-        """Whether positions are processed only once it is known that a row gets there, which pays on a CPU."""
+        """Whether positions are processed only once it is known that a row gets there."""
         wanted = self.recorder.keeps_scores or self.processors.reads_tokens
-        return self.do_sample and not wanted and self.sequences.tokens.device.type == "cpu"
+        return self.do_sample and not wanted and sampling.pays_by_step(self.sequences.tokens.device)
 
     def _law(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor | None]:
         """Probabilities of the tokens at some positions, and the tokens if not all, on a CPU."""

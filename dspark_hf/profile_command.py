@@ -107,9 +107,9 @@ def print_profile(profile: Profile, console: Console) -> None:
         console.print(_row_table(profile))
     if drafts := _drafts(profile):
         console.print(_draft_table(drafts))
+    drawn = "for those that come alone" if profile.judge_sampled == 0 else f"{1000 * profile.judge_sampled:.3f} ms"
     console.print(
-        f"Choosing: {1000 * profile.judge_greedy:.3f} ms for each token of a step, "
-        f"{1000 * profile.judge_sampled:.3f} ms where tokens are drawn.",
+        f"Choosing: {1000 * profile.judge_greedy:.3f} ms for each token of a step, {drawn} where tokens are drawn.",
         highlight=False,
     )
 

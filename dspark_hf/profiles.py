@@ -86,7 +86,8 @@ class Profile:
         block_size (`int`): Of the drafter; 0 if none was measured.
         steps (`list[StepCurve]`): Of one row, by context, increasing.
         draft_greedy, draft_sampled ([`DraftCurve`], *optional*): With argmaxes, and with tokens drawn.
-        judge_greedy, judge_sampled (`float`): Seconds that choosing takes for each token of a step, beside the step.
+        judge_greedy, judge_sampled (`float`): Seconds that choosing takes for each token of a step, beside the step;
+            0 where it takes them for the tokens that come alone, which are as many with drafts as without.
         measured (`bool`): Whether the seconds are a machine's, with its noise, and not given.
         made (`dict`): Date, sweeps and machine; nothing of curves that are given.
         row_steps (`list[StepCurve]`): Of several rows, by context and rows, increasing; each context is one of

@@ -33,7 +33,7 @@ from .environment import machine
 from .flattened_stream import FlattenedStream
 from .processing import ProcessorChain
 from .profiles import DraftCurve, Profile, StepCurve, profile_key, profile_path
-from .sampling import Verification, probabilities
+from .sampling import Verification, pays_by_step, probabilities
 from .scheduling import Scheduler
 from .sequences import Sequences
 from .slot_cache import SlotCache, UnsupportedAttention
@@ -229,7 +229,9 @@ class _Bench:
         for context, counts in self.rows.items():
             points += [_Step(context, 1, tokens) for tokens in token_grid(self.most_tokens, density)]
             points += [_Step(context, r, r * each) for r in counts[1:] for each in (1, 1 + self.block_size)]
-        points += [_Judgement(len(self.judged_logits), do_sample) for do_sample in (False, True)]
+        points.append(_Judgement(len(self.judged_logits), do_sample=False))
+        if not pays_by_step(self.device):  # by steps, what is sent and rejected takes no time
+            points.append(_Judgement(len(self.judged_logits), do_sample=True))
         if self.drafter is not None:
             counts, slots = max(self.rows.values(), key=len), sorted({1, self.block_size})
             points += [_Draft(*place) for place in itertools.product(counts, slots, (False, True))]
@@ -466,7 +468,7 @@ def _profile(key: dict[str, str | int], block_size: int, seconds: dict[_Point, f
         draft_greedy=_draft_curve(block_size, seconds, do_sample=False),
         draft_sampled=_draft_curve(block_size, seconds, do_sample=True),
         judge_greedy=judge[False],
-        judge_sampled=judge[True],
+        judge_sampled=judge.get(True, 0.0),
         measured=True,
         made={
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

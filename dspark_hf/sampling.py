@@ -16,6 +16,12 @@ _CHUNK = 64
 _COMPARED = 1024
 
 
+def pays_by_step(device: torch.device) -> bool:
+    """Whether one position after the other is faster than all at once where some are never reached: work is dear and
+    a wait is not."""
+    return device.type == "cpu"
+
+
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension, in float32 or better."""
     return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -25,14 +31,15 @@ def draw_tokens(probs: torch.Tensor) -> torch.LongTensor:
     """
     One token a row from `(rows, vocab_size)` probabilities: `torch.LongTensor` of shape `(rows,)`.
 
-    On a CPU by inverting the distribution function in float64, first over chunks of the vocabulary and then within
-    one: a uniform number a row takes the place of `torch.multinomial`'s one a token, which is most of its time.
+    On a CPU by inverting the distribution function, first over chunks of the vocabulary and then within one, added up
+    in float64 but for a chunk's own sum: a uniform number a row takes the place of `torch.multinomial`'s one a token,
+    which is most of its time.
     """
     if probs.device.type != "cpu":
         return torch.multinomial(probs, num_samples=1).squeeze(1)
     missing = -probs.shape[-1] % _CHUNK
     chunks = (F.pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, _CHUNK))
-    cumulative = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # (rows, chunks)
+    cumulative = chunks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # (rows, chunks)
     total = cumulative[:, -1:]
     if not torch.isfinite(total).all() or (total <= 0).any():
         raise ValueError(
@@ -176,7 +183,7 @@ class Verification:
             rows = torch.arange(len(accepted), device=accepted.device)
             at = accepted.clamp(max=longest - 1)
             ids = draft_ids[rows, at] if own else draft_ids
-            left = residual(probs, _at_tokens(None, draft_probs[rows, at], ids, probs))
+            left = residual(probs, draft_probs[rows, at], ids)
             return draw_tokens(torch.where((accepted < self.lengths)[:, None], left, probs))
 
         return self._verdict(accepts, own_tokens)
@@ -190,7 +197,7 @@ class Verification:
     ) -> Verdict:
         """
         The same, one draft of each row after the other, so that nothing is asked of the target behind a rejected one.
-        Each step waits for its coins; an accelerator had better take all at once.
+        Each step waits for its coins, see [`pays_by_step`].
 
         Args:
             target_law (`Callable`): Called with places among the target's scores, `(places,)`; returns the target's
@@ -217,24 +224,16 @@ class Verification:
                 ends = ~accepts
                 probs, ids = probs[ends], None if ids is None else ids[ends]
                 own = own[ends] if own is not None and own.dim() == 2 else own
-                left = residual(probs, _at_tokens(ids, of_drafter[ends], own, probs))
-                tokens[rows[ends], step] = draw_among(torch.where(sent[ends, None], left, probs), ids)
+                left = of_drafter[ends] if ids is None else probabilities_of(ids, of_drafter[ends], own)
+                left = residual(probs, left, own if ids is None else None)
+                if not sent[ends].all():  # all of a row's drafts were accepted
+                    left = torch.where(sent[ends, None], left, probs)
+                tokens[rows[ends], step] = draw_among(left, ids)
             rows = rows[accepts]
             if len(rows) == 0:
                 break
             accepted[rows] += 1
         return Verdict(accepted, tokens)
-
-
-def _at_tokens(
-    tokens: torch.LongTensor | None, probs: torch.Tensor, ids: torch.LongTensor | None, like: torch.Tensor
-) -> torch.Tensor:
-    """The probabilities of all tokens or those given, `(rows, tokens)`: of the shape of `like`."""
-    if tokens is not None:
-        return probabilities_of(tokens, probs, ids)
-    if ids is None:
-        return probs
-    return torch.zeros_like(like).scatter_(1, ids.expand_as(probs), probs.to(like.dtype))
 
 
 def probabilities_of(tokens: torch.LongTensor, probs: torch.Tensor, ids: torch.LongTensor | None) -> torch.Tensor:
@@ -257,13 +256,30 @@ def probabilities_of(tokens: torch.LongTensor, probs: torch.Tensor, ids: torch.L
     return torch.where(found, probs.gather(-1, places), 0.0)
 
 
-def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+def residual(
+    target_probs: torch.Tensor, draft_probs: torch.Tensor, ids: torch.LongTensor | None = None
+) -> torch.Tensor:
     """
-    The distribution of the token that replaces a rejected draft, of the same shape as the arguments.
+    The distribution of the token that replaces a rejected draft.
 
     Where both distributions are equal nothing is left over; a rejection there is a rounding of the uniform draw, and
     the target's own distribution is the answer.
+
+    Args:
+        target_probs (`torch.Tensor` of shape `(rows, vocab_size)`): Of the target.
+        draft_probs (`torch.Tensor` of shape `(rows, vocab_size)` or `(rows, tokens)`): Of the drafter.
+        ids (`torch.LongTensor` of shape `(tokens,)` or `(rows, tokens)`, *optional*): The tokens that `draft_probs` is
+            of, each once.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, vocab_size)`.
     """
-    left = (target_probs - draft_probs).clamp(min=0.0)
-    total = left.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, left / total.clamp(min=torch.finfo(left.dtype).tiny), target_probs)
+    if ids is None:
+        left = target_probs - draft_probs
+    else:
+        left = target_probs.scatter_add(1, ids.expand_as(draft_probs), -draft_probs.to(target_probs.dtype))
+    total = left.clamp_(min=0.0).sum(dim=-1, keepdim=True)
+    left /= total.clamp(min=torch.finfo(left.dtype).tiny)
+    if total.device.type == "cpu" and (total > 0).all():  # elsewhere asking would be a wait
+        return left
+    return torch.where(total > 0, left, target_probs)

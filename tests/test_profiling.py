@@ -105,18 +105,20 @@ def test_a_jagged_clock_comes_back_exactly(monkeypatch, pair):
         rows = [1, 2, 4, 8]
         one, whole = ([draft_cost(count, slots, do_sample) for count in rows] for slots in (1, 3))
         assert curve == DraftCurve(rows, one, whole)
-    assert (profile.judge_greedy, profile.judge_sampled) == (2.0, 5.0)
+    assert (profile.judge_greedy, profile.judge_sampled) == (2.0, 0.0), "a CPU takes time for what comes alone"
     assert profile.block_size == 3
 
 
-def test_the_scheduler_gets_what_the_clock_said(monkeypatch, pair):
+@pytest.mark.parametrize("by_step", [True, False])
+def test_the_scheduler_gets_what_the_clock_said(by_step, monkeypatch, pair):
     Clock(monkeypatch)
+    monkeypatch.setattr(profiling, "pays_by_step", lambda device: by_step)
     profile = measure_profile(*pair, contexts=(8,), most_tokens=32, budget=1e9)
     costs = profile.costs(rows=4, context=8, block_size=3, do_sample=True)
     # Rows cost the same however many tokens they have; where the clock went back, both sides count as their mean.
     said = [step_cost(8, 4, tokens) for tokens in range(4, 17)]
     rising = IsotonicRegression().fit_transform(range(4, 17), said)
-    assert costs.verify_seconds[4:] == pytest.approx(rising + 5 * np.arange(4, 17))
+    assert costs.verify_seconds[4:] == pytest.approx(rising + (not by_step) * 5 * np.arange(4, 17))
     assert costs.draft_seconds == pytest.approx([0, *(draft_cost(4, slots, True) for slots in (1, 2, 3))])
 
 
@@ -133,12 +135,12 @@ def test_the_thinnest_grid():
 
 
 # Up to 16 tokens and 4 rows: steps of several rows, judgements, drafts; and steps of one row on both grids.
-OTHERS, THIN, DENSE = 4 + 2 + 12, 5, 16
+OTHERS, THIN, DENSE = 4 + 1 + 12, 5, 16
 
 
 def test_slow_moments_show_no_more_than_fast_ones(monkeypatch, pair):
     """Every few points the machine's speed changes; what one thing takes beside another comes back all the same."""
-    clock = Clock(monkeypatch, lambda number: (10, 13, 7, 11, 20, 10)[number // 17 % 6])
+    clock = Clock(monkeypatch, lambda number: (10, 13, 7, 11, 20, 10)[number // 16 % 6])
     profile = measure_profile(*pair, contexts=(8,), most_tokens=16, budget=1e9)
     assert len(clock.log) == 2 * (OTHERS + THIN) + 9 * (OTHERS + DENSE) and profile.made["sweeps"] == 9
     wanted = np.array([step_cost(8, 1, count) for count in range(1, 17)])
@@ -281,7 +283,7 @@ def test_a_real_measurement(pair):
     ]
     assert profile.draft_greedy.rows == profile.draft_sampled.rows == [1, 2]
     profile.check("measured")  # everything above 0
-    assert 0 < profile.judge_greedy < 1 and 0 < profile.judge_sampled < 1
+    assert 0 < profile.judge_greedy < 1 and profile.judge_sampled == 0
     assert profile.made["sweeps"] == 3 and profile.made["machine"]["torch_threads"] == torch.get_num_threads()
     assert profile.key == profile_key(target, drafter)
     assert find_profile(target, drafter) == profile == Profile.load(profile_path(profile.key))
